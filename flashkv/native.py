@@ -1,0 +1,84 @@
+"""The compiled data plane as Python sees it: cffi's `ffi` and `lib`, and numpy views of its structures.
+
+Invariants
+ - no layout is written down in Python: numpy dtypes are made from the offsets that the C compiler gave to cffi;
+ - a pointer made here does not keep its array alive: the caller holds the array for as long as C uses it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from flashkv import _native
+
+ffi: Final[Any] = _native.ffi
+lib: Final[Any] = _native.lib
+
+# Kinds of C integers that the headers use, by size and signedness.
+_UNSIGNED: Final = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8"}
+_SIGNED: Final = {1: "<i1", 2: "<i2", 4: "<i4", 8: "<i8"}
+
+
+def _field_dtype(ctype: Any) -> np.dtype[Any] | tuple[np.dtype[Any], tuple[int, ...]]:
+    shape: list[int] = []
+    while ctype.kind == "array":
+        shape.append(int(ctype.length))
+        ctype = ctype.item
+    size = int(ffi.sizeof(ctype))
+    if ctype.kind == "struct":
+        element = dtype_of(str(ctype.cname))
+    elif ctype.kind == "pointer":
+        element = np.dtype(_UNSIGNED[size])  # an address
+    elif ctype.kind == "primitive":
+        signed = int(ffi.cast(ctype, -1)) < 0
+        element = np.dtype((_SIGNED if signed else _UNSIGNED)[size])
+    else:
+        raise TypeError(f"no numpy type for {ctype.cname}")
+    return (element, tuple(shape)) if shape else element
+
+
+@lru_cache(maxsize=None)
+def dtype_of(name: str) -> np.dtype[Any]:
+    """Structured dtype of the C structure `name`; pointers become uint64 addresses.
+
+    Raises TypeError where `name` is no structure.
+    """
+    ctype = ffi.typeof(name)
+    if ctype.kind != "struct":
+        raise TypeError(f"{name} is no structure")
+    fields = ctype.fields
+    return np.dtype(
+        {
+            "names": [field for field, _ in fields],
+            "formats": [_field_dtype(field.type) for _, field in fields],
+            "offsets": [int(field.offset) for _, field in fields],
+            "itemsize": int(ffi.sizeof(ctype)),
+        }
+    )
+
+
+def address(array: npt.NDArray[Any]) -> int:
+    """Address of an array's first byte."""
+    return int(array.ctypes.data)
+
+
+def pointer(array: npt.NDArray[Any] | None, ctype: str) -> Any:
+    """cffi pointer of type `ctype` ("fkv_place *") to a C-contiguous array's memory; None becomes NULL.
+
+    Raises ValueError where the array is not contiguous, or where its items are structures of another size.
+    """
+    if array is None:
+        return ffi.NULL
+    if not array.flags.c_contiguous:
+        raise ValueError("the array is not C-contiguous")
+    if array.dtype.names is not None:
+        item = ffi.typeof(ctype).item
+        if item.kind == "struct" and ffi.sizeof(item) != array.dtype.itemsize:
+            raise ValueError(
+                f"items of {array.dtype.itemsize} bytes, {ctype} needs {ffi.sizeof(item)}"
+            )
+    return ffi.cast(ctype, address(array))

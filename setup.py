@@ -1,0 +1,5 @@
+"""Only what pyproject.toml can't say: the compiled module is built by cffi. Everything else is in pyproject.toml."""
+
+from setuptools import setup
+
+setup(cffi_modules=["engine_native/build.py:ffibuilder"])
