@@ -1,0 +1,275 @@
+"""Errors of flashkv and the per-block statuses of its batches.
+
+Invariants
+  - every exception of the package derives from FlashKVError and from the builtin that fits it, so
+    a caller may catch either;
+  - a message says what is wrong, which value, which limit, and what to do about it;
+  - damage on flash is never an exception: it is the status MISS and a counter;
+  - this is the only module that knows the status numbers of the native data plane.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class FlashKVError(Exception):
+    """Base of all errors. `what` names the fault; value, limit and advice complete the message."""
+
+    def __init__(
+        self, what: str, *, value: object = None, limit: object = None, advice: str = ""
+    ) -> None:
+        self.what = what
+        self.value = value
+        self.limit = limit
+        self.advice = advice
+        parts = [what]
+        if value is not None:
+            parts.append(f", got {value}")
+        if limit is not None:
+            parts.append(f"; the limit is {limit}")
+        if advice:
+            parts.append(f". {advice[0].upper()}{advice[1:]}")
+        self.message = "".join(parts)
+        super().__init__(self.message)
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class StoreError(FlashKVError):
+    """A store as a whole can't be opened or used."""
+
+
+class LockedError(StoreError, BlockingIOError):
+    """Another handle, in this process or another one, writes this store."""
+
+
+class NotAStoreError(StoreError, OSError):
+    """The path is a file, or a folder that holds something else."""
+
+
+class StoreAccessError(StoreError, PermissionError):
+    """The operating system denies access to the store's folder or files."""
+
+
+class FormatError(StoreError, ValueError):
+    """The store was written in a format, or with a feature, that this build doesn't know."""
+
+
+class SuperblockError(FormatError):
+    """Both superblocks are unreadable; the segments may still be whole."""
+
+    def __init__(
+        self, what: str, *, value: object = None, limit: object = None, advice: str = ""
+    ) -> None:
+        super().__init__(
+            what,
+            value=value,
+            limit=limit,
+            advice=advice or "Run `flashkv-fsck --repair PATH`: it rebuilds them from the segments",
+        )
+
+
+class CapacityError(StoreError, ValueError):
+    """The capacity is too small for the geometry, or smaller than what the store may shrink to."""
+
+
+class DurabilityError(StoreError, OSError):
+    """Writes or a sync failed; `blocks_lost` captured blocks are gone, the store stays usable."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        value: object = None,
+        limit: object = None,
+        advice: str = "",
+        blocks_lost: int = 0,
+    ) -> None:
+        self.blocks_lost = blocks_lost
+        super().__init__(what, value=value, limit=limit, advice=advice)
+
+
+class ClosedError(StoreError, ValueError):
+    """The handle was closed."""
+
+
+class ForkedError(StoreError, RuntimeError):
+    """The handle was inherited through fork(): its threads and locks belong to the parent."""
+
+
+class ReadOnlyStoreError(StoreError, PermissionError):
+    """A write was asked of a store that was opened read-only."""
+
+
+class GeometryError(FlashKVError, ValueError):
+    """A geometry is invalid, or is not the store's."""
+
+
+class IdentityError(FlashKVError, ValueError):
+    """An identity or shard is incomplete or can't be encoded."""
+
+
+class KeyFormatError(FlashKVError, ValueError):
+    """A key is not bytes, or too short or long, or a batch of keys has the wrong shape."""
+
+
+class MemoryViewError(FlashKVError, ValueError):
+    """The caller's memory doesn't fit the geometry or the view: shape, dtype, stride, length."""
+
+
+class ReadOnlyDestinationError(MemoryViewError):
+    """A destination of `get` can't be written."""
+
+
+class OptionsError(FlashKVError, ValueError):
+    """An option has an impossible value."""
+
+
+class BackendError(FlashKVError, OSError):
+    """No I/O backend, or not the one asked for, works here."""
+
+
+class BusyError(FlashKVError, BlockingIOError):
+    """A limit on work in flight was reached; the call may be repeated later."""
+
+
+class OutOfMemoryError(FlashKVError, MemoryError):
+    """The native side could not allocate memory; nothing was changed."""
+
+
+class BlockStatus(IntEnum):
+    """What became of one block of a batch."""
+
+    OK = 0
+    MISS = 1
+    IO_ERROR = 3
+    BLOCK_TOO_LARGE = 4
+    NO_SPACE = 6
+    PRESENT = 7  # put: stored already, skipped
+    DUPLICATE = 8  # put: the key came earlier in this batch, the first one wins
+    BUSY = 9  # a limit on memory or work in flight was reached
+
+
+@dataclass(frozen=True, eq=False)
+class BatchResult:
+    """Statuses of a batch, in the order of its keys. statuses: uint8[N] of BlockStatus."""
+
+    statuses: NDArray[np.uint8]
+
+    @property
+    def ok(self) -> NDArray[np.bool_]:
+        """bool[N]: the block is where it should be: done, or (put) present already."""
+        ok: NDArray[np.bool_] = self.statuses == BlockStatus.OK
+        return ok | (self.statuses == BlockStatus.PRESENT)
+
+    @property
+    def missed(self) -> NDArray[np.bool_]:
+        """bool[N]: the block is not in the store."""
+        missed: NDArray[np.bool_] = self.statuses == BlockStatus.MISS
+        return missed
+
+    @property
+    def lost(self) -> NDArray[np.bool_]:
+        """bool[N]: the block was refused or failed: I/O error, too large, no space, busy."""
+        duplicate: NDArray[np.bool_] = self.statuses == BlockStatus.DUPLICATE
+        return ~(self.ok | self.missed | duplicate)
+
+    @property
+    def all_ok(self) -> bool:
+        """True if every block of the batch is ok (an empty batch is)."""
+        return bool(self.ok.all())
+
+    def counts(self) -> dict[str, int]:
+        """How many blocks have each status, by name; statuses that no block has are left out."""
+        values, counts = np.unique(self.statuses, return_counts=True)
+        return {BlockStatus(int(v)).name: int(c) for v, c in zip(values, counts, strict=True)}
+
+    def __len__(self) -> int:
+        return len(self.statuses)
+
+    def __getitem__(self, index: int) -> BlockStatus:
+        return BlockStatus(int(self.statuses[index]))
+
+    def __iter__(self) -> Iterator[BlockStatus]:
+        return (BlockStatus(value) for value in self.statuses.tolist())
+
+    def __repr__(self) -> str:
+        return f"BatchResult({len(self)} blocks: {self.counts()})"
+
+
+# ---- native status numbers ---------------------------------------------------------------------
+
+
+@cache
+def _status_table() -> NDArray[np.uint8]:
+    """BlockStatus of each FKV_* status. Made late: native code that fails to load raises ours."""
+    from flashkv.native import lib
+
+    pairs = {
+        lib.FKV_OK: BlockStatus.OK,
+        lib.FKV_MISS: BlockStatus.MISS,
+        lib.FKV_DAMAGED: BlockStatus.MISS,
+        lib.FKV_IO_ERROR: BlockStatus.IO_ERROR,
+        lib.FKV_TOO_LARGE: BlockStatus.BLOCK_TOO_LARGE,
+        lib.FKV_NO_MEMORY: BlockStatus.BUSY,
+    }
+    table = np.full(256, BlockStatus.IO_ERROR, np.uint8)  # an unknown number is never a success
+    table[list(pairs)] = [int(status) for status in pairs.values()]
+    table.setflags(write=False)
+    return table
+
+
+def block_statuses(native: NDArray[Any]) -> NDArray[np.uint8]:
+    """Native statuses (FKV_*, or a negative errno) as uint8[N] of BlockStatus."""
+    signed = np.asarray(native).astype(np.int64, copy=False)
+    if native.dtype == np.uint32:  # a negative errno in an unsigned field
+        signed = native.astype(np.uint32).view(np.int32).astype(np.int64)
+    statuses = _status_table()[np.clip(signed, 0, 255)]
+    failed = np.flatnonzero(signed < 0)
+    for code in np.unique(signed[failed]):
+        statuses[signed == code] = errno_status(int(code))
+    return statuses
+
+
+def damaged_count(native: NDArray[Any]) -> int:
+    """How many native statuses say that stored bytes were wrong."""
+    from flashkv.native import lib
+
+    return int(np.count_nonzero(native == lib.FKV_DAMAGED))
+
+
+def errno_status(result: int) -> BlockStatus:
+    """BlockStatus of a native result: 0 or -errno."""
+    if result == 0:
+        return BlockStatus.OK
+    if -result in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return BlockStatus.NO_SPACE
+    if -result in (errno.ENOMEM, errno.EAGAIN, errno.EBUSY, errno.ENOBUFS):
+        return BlockStatus.BUSY
+    return BlockStatus.IO_ERROR
+
+
+def check_native(result: int, what: str) -> None:
+    """Raises the exception of a result (0 or -errno) of a call that concerns no single block."""
+    if result >= 0:
+        return
+    number = -result
+    text = f"{what}: {os.strerror(number)} (errno {number})"
+    if number == errno.ENOMEM:
+        raise OutOfMemoryError(text)
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        raise StoreAccessError(text)
+    if number in (errno.EAGAIN, errno.EBUSY):
+        raise BusyError(text)
+    raise StoreError(text)
