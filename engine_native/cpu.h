@@ -1,0 +1,10 @@
+/* cpu.h: which instructions this processor has; asked once, overridden by fkv_use_simd() in tests. */
+#ifndef FLASHKV_CPU_H
+#define FLASHKV_CPU_H
+#include <stdbool.h>
+
+typedef struct {
+    bool sse42, avx2, sha_ni;
+} fkv_cpu;
+extern fkv_cpu fkv_cpu_has;
+#endif

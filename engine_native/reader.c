@@ -1,0 +1,234 @@
+/* reader.c: the life of a batch of reads: header, pages, end.
+ *
+ *   fkv_read --> header known? --no--> first read (header and, where all is wanted, the first pages) --+
+ *                     |yes                                                                             |
+ *                     +----------------> fkv_extents_rest: the pages that are needed <-----------------+
+ *                                            each extent: check, decode, scatter, as it arrives
+ *
+ * Invariants: see reader.h. The caller's thread only submits and waits; nothing here takes a decision about what to
+ * keep or where: the batch says which records, how far to read through gaps, and where the bytes go.
+ */
+#include "reader.h"
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* Operations that one thread gathers to submit them together. */
+typedef struct {
+    fkv_io_op *head, **tail;
+} op_list;
+static _Thread_local op_list *gathering;
+
+static void gather_begin(op_list *list) {
+    *list = (op_list){NULL, &list->head};
+    gathering = list;
+}
+
+static void gather_end(fkv_engine *engine, op_list *list) {
+    gathering = NULL;
+    if (list->head) engine->backend->submit(engine->backend, list->head);
+}
+
+void fkv_want_fail(fkv_reading *reading, uint32_t want, uint32_t status) {
+    uint32_t good = FKV_OK;
+    __atomic_compare_exchange_n(&fkv_want_at(reading, want)->status, &good, status, false, __ATOMIC_RELAXED,
+                                __ATOMIC_RELAXED);
+}
+
+void fkv_reading_fail(fkv_reading *reading, uint32_t status) {
+    for (uint32_t i = 0; i < reading->request->want_count; i++)
+        fkv_want_fail(reading, reading->request->first_want + i, status);
+}
+
+static void reading_close(fkv_reading *reading) {
+    if (atomic_fetch_sub_explicit(&reading->open, 1, memory_order_acq_rel) != 1) return;
+    fkv_read_job *job = reading->job;
+    pthread_mutex_lock(&job->lock);
+    if (--job->open_records == 0) pthread_cond_signal(&job->done);
+    pthread_mutex_unlock(&job->lock);
+}
+
+/* ---- extents ------------------------------------------------------------------------------------------------------ */
+fkv_extent *fkv_extent_new(fkv_reading *reading) {
+    fkv_extent *extent = calloc(1, sizeof *extent);
+    if (!extent) return NULL;
+    extent->reading = reading;
+    extent->next = reading->extents;
+    reading->extents = extent;
+    atomic_fetch_add_explicit(&reading->open, 1, memory_order_relaxed);
+    return extent;
+}
+
+static void buffer_give(fkv_extent *extent) {
+    if (!extent->buffer) return;
+    if (extent->own_bytes) fkv_buffer_free(extent->buffer, extent->own_bytes);
+    else fkv_pool_give(extent->reading->job->engine->pool, extent->buffer);
+    extent->buffer = NULL;
+}
+
+/* Is this the record that the index meant, and is every wanted block the one asked for? */
+static bool header_fits(fkv_reading *reading, const fkv_header *h) {
+    const fkv_read_batch *batch = reading->job->batch;
+    const fkv_read_record *r = reading->request;
+    const fkv_record_header *f = &h->fixed;
+    if (f->kind != FKV_KIND_DATA || f->sequence != r->sequence || f->pages != r->pages
+        || f->header_pages != r->header_pages || f->tokens != r->record_tokens) {
+        fkv_reading_fail(reading, FKV_DAMAGED);
+        return false;
+    }
+    if (memcmp(f->namespace_digest, batch->namespace_digest, FKV_NAMESPACE_BYTES)
+        || memcmp(f->shard, batch->shard, FKV_SHARD_BYTES) || f->group != batch->geometry->group
+        || h->geometry.plane_count != batch->geometry->plane_count
+        || memcmp(h->geometry.planes, batch->geometry->planes, h->geometry.plane_count * sizeof(fkv_plane_row))) {
+        fkv_reading_fail(reading, FKV_MISS);
+        return false;
+    }
+    bool any = false;
+    for (uint32_t i = 0; i < r->want_count; i++) {
+        fkv_read_want *w = fkv_want_at(reading, r->first_want + i);
+        bool same = w->ordinal < f->block_count && h->blocks[w->ordinal].key_bytes == w->key_bytes
+            && !memcmp(h->bytes + h->key_offsets[w->ordinal], batch->keys + w->key_offset, w->key_bytes);
+        uint32_t tokens = same ? h->blocks[w->ordinal].tokens : 0;
+        if (same && !w->token_count && w->first_token < tokens) w->token_count = (uint16_t)(tokens - w->first_token);
+        if (!same || !w->token_count || (uint32_t)w->first_token + w->token_count > tokens)
+            fkv_want_fail(reading, r->first_want + i, FKV_MISS);
+        else
+            any = true;
+    }
+    return any;
+}
+
+static void first_arrived(fkv_extent *extent) {
+    fkv_reading *reading = extent->reading;
+    const fkv_read_record *r = reading->request;
+    fkv_header *h = fkv_header_parse(extent->buffer, (uint64_t)extent->header_pages * FKV_PAGE_BYTES,
+                                     r->segment_uuid, r->epoch, r->page);
+    if (!h) {
+        fkv_reading_fail(reading, FKV_DAMAGED);
+        return;
+    }
+    reading->header = h;
+    fkv_header_cache_put(reading->job->engine->headers, r->segment, r->page, h);
+    if (header_fits(reading, h)) fkv_extents_rest(reading, extent);
+}
+
+static void extent_run(fkv_task *task) {
+    fkv_extent *extent = task->owner;
+    fkv_reading *reading = extent->reading;
+    fkv_engine *engine = reading->job->engine;
+    op_list list;
+    gather_begin(&list);
+    if (extent->op.result < 0) {
+        uint32_t status = extent->op.result == -ENODATA ? FKV_DAMAGED : FKV_IO_ERROR;
+        if (extent->header_pages) fkv_reading_fail(reading, status);
+        else fkv_extent_fail(extent, status);
+    } else if (extent->header_pages) {
+        first_arrived(extent);
+    } else {
+        fkv_extent_place(extent);
+    }
+    buffer_give(extent);
+    gather_end(engine, &list);
+    reading_close(reading);
+}
+
+static void extent_complete(fkv_io_op *op) {
+    fkv_extent *extent = op->owner;
+    extent->task = (fkv_task){.run = extent_run, .owner = extent};
+    if (extent->page_count + extent->header_pages <= FKV_EXTENT_INLINE_PAGES) extent_run(&extent->task);
+    else fkv_workers_push(extent->reading->job->engine->workers, &extent->task);
+}
+
+static void extent_ready(fkv_pool_waiter *waiter, uint8_t *buffer) {
+    fkv_extent *extent = waiter->owner;
+    const fkv_read_record *r = extent->reading->request;
+    fkv_io_op *op = &extent->op;
+    uint64_t head = (uint64_t)extent->header_pages * FKV_PAGE_BYTES;
+    uint64_t payload = (uint64_t)extent->page_count * FKV_PAGE_BYTES;
+    uint64_t page = r->page + (extent->header_pages ? 0 : r->header_pages) + (uint64_t)extent->first_page;
+    extent->buffer = buffer;
+    op->kind = FKV_IO_READ;
+    op->fd = r->fd;
+    op->offset = page * FKV_PAGE_BYTES;
+    op->complete = extent_complete;
+    op->owner = extent;
+    if (extent->direct) {
+        if (head) op->iov[op->iov_count++] = (struct iovec){buffer, head};
+        op->iov[op->iov_count++] = (struct iovec){extent->direct, extent->direct_bytes};
+        if (payload > extent->direct_bytes)
+            op->iov[op->iov_count++] = (struct iovec){buffer + head, payload - extent->direct_bytes};
+    } else {
+        op->iov[op->iov_count++] = (struct iovec){buffer, head + payload};
+    }
+    fkv_io_prepare(op);
+    op->next = NULL;
+    if (gathering) {
+        *gathering->tail = op;
+        gathering->tail = &op->next;
+    } else {
+        fkv_backend *backend = extent->reading->job->engine->backend;
+        backend->submit(backend, op);
+    }
+}
+
+void fkv_extent_issue(fkv_extent *extent) {
+    fkv_engine *engine = extent->reading->job->engine;
+    uint64_t bytes = ((uint64_t)extent->header_pages + extent->page_count) * FKV_PAGE_BYTES - extent->direct_bytes;
+    extent->waiter.ready = extent_ready;
+    extent->waiter.owner = extent;
+    atomic_fetch_add_explicit(extent->direct ? &engine->direct_reads : &engine->bounced_reads, 1,
+                              memory_order_relaxed);
+    if (bytes == 0) {
+        extent_ready(&extent->waiter, NULL);
+    } else if (bytes <= FKV_POOL_LARGE) {
+        fkv_pool_take(engine->pool, bytes, &extent->waiter);
+    } else {                    /* a header of more than a megabyte */
+        uint8_t *buffer = fkv_buffer_alloc(bytes);
+        if (buffer) {
+            extent->own_bytes = bytes;
+            extent_ready(&extent->waiter, buffer);
+        } else {
+            fkv_reading_fail(extent->reading, FKV_NO_MEMORY);
+            reading_close(extent->reading);
+        }
+    }
+}
+
+/* ---- the batch ------------------------------------------------------------------------------------------------------ */
+static void reading_begin(fkv_reading *reading) {
+    const fkv_read_record *r = reading->request;
+    reading->header = fkv_header_cache_get(reading->job->engine->headers, r->segment, r->page, r->sequence);
+    if (!reading->header) fkv_extents_first(reading);
+    else if (header_fits(reading, reading->header)) fkv_extents_rest(reading, NULL);
+}
+
+static void reading_free(fkv_reading *reading) {
+    for (fkv_extent *e = reading->extents, *next; e; e = next) {
+        next = e->next;
+        free(e);
+    }
+    fkv_header_release(reading->header);
+    free(reading->token_wants), free(reading->wanted_before), free(reading->needed);
+}
+
+void fkv_read(fkv_engine *engine, const fkv_read_batch *batch) {
+    fkv_read_job job = {engine, batch, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, batch->record_count};
+    fkv_reading *readings = calloc(batch->record_count ? batch->record_count : 1, sizeof *readings);
+    for (uint64_t i = 0; i < batch->want_count; i++) batch->wants[i].status = readings ? FKV_OK : FKV_NO_MEMORY;
+    if (!readings) return;
+    op_list list;
+    gather_begin(&list);
+    for (uint64_t i = 0; i < batch->record_count; i++) {
+        readings[i].job = &job;
+        readings[i].request = &batch->records[i];
+        atomic_init(&readings[i].open, 1);
+        reading_begin(&readings[i]);
+    }
+    gather_end(engine, &list);
+    for (uint64_t i = 0; i < batch->record_count; i++) reading_close(&readings[i]);
+    pthread_mutex_lock(&job.lock);
+    while (job.open_records) pthread_cond_wait(&job.done, &job.lock);
+    pthread_mutex_unlock(&job.lock);
+    for (uint64_t i = 0; i < batch->record_count; i++) reading_free(&readings[i]);
+    free(readings);
+}
