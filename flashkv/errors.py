@@ -167,23 +167,24 @@ class BatchResult:
 
     statuses: NDArray[np.uint8]
 
+    def _have(self, status: BlockStatus) -> NDArray[np.bool_]:
+        have: NDArray[np.bool_] = self.statuses == status
+        return have
+
     @property
     def ok(self) -> NDArray[np.bool_]:
         """bool[N]: the block is where it should be: done, or (put) present already."""
-        ok: NDArray[np.bool_] = self.statuses == BlockStatus.OK
-        return ok | (self.statuses == BlockStatus.PRESENT)
+        return self._have(BlockStatus.OK) | self._have(BlockStatus.PRESENT)
 
     @property
     def missed(self) -> NDArray[np.bool_]:
         """bool[N]: the block is not in the store."""
-        missed: NDArray[np.bool_] = self.statuses == BlockStatus.MISS
-        return missed
+        return self._have(BlockStatus.MISS)
 
     @property
     def lost(self) -> NDArray[np.bool_]:
         """bool[N]: the block was refused or failed: I/O error, too large, no space, busy."""
-        duplicate: NDArray[np.bool_] = self.statuses == BlockStatus.DUPLICATE
-        return ~(self.ok | self.missed | duplicate)
+        return ~(self.ok | self.missed | self._have(BlockStatus.DUPLICATE))
 
     @property
     def all_ok(self) -> bool:

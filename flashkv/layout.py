@@ -1,0 +1,247 @@
+"""From the caller's memory layout to fkv_view: where each (plane, layer) begins, and its strides.
+
+Invariants
+  - a NativeView keeps alive all that its fkv_view points to;
+  - views are cached by value: a batch in a layout that was seen before costs a look-up;
+  - a selection of layers or heads describes memory that holds only those, in the order given; what
+    is not selected has region -1 or slot -1 and is never read or written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashkv import limits
+from flashkv.errors import MemoryViewError
+from flashkv.geometry import AXES, Group, KVGeometry, MemoryView
+from flashkv.native import dtype_of, ffi, lib, pointer
+
+JOINED: Final = -(1 << 62)
+"""Plane stride of memory that joins the planes' vectors in its last dimension."""
+
+
+class Selection(NamedTuple):
+    """Layers and heads that the memory holds, in its order; None: all of them."""
+
+    layers: tuple[int, ...] | None = None
+    heads: tuple[int, ...] | None = None
+
+
+ALL: Final = Selection()
+
+
+class Strides(NamedTuple):
+    """Byte strides of one region; those of axes of size 1, or split into regions, don't matter."""
+
+    layer: int
+    plane: int
+    head: int
+    token: int
+
+
+@dataclass(frozen=True, eq=False)
+class NativeView:
+    """An fkv_view and what it points to.
+
+    pointer       fkv_view *.
+    region_count  addresses a block.
+    region_bytes  uint64[region_count]: length of each where the block is contiguous, else 0.
+    block_tokens  tokens that a block has room for.
+    group         the planes, layers and heads that the memory holds, after selection.
+    """
+
+    pointer: Any
+    region_count: int
+    region_bytes: NDArray[np.uint64]
+    block_tokens: int
+    group: Group
+    entries: NDArray[Any]
+    head_slots: NDArray[np.int32] | None
+
+
+def selected_group(group: Group, selection: Selection) -> Group:
+    """The group with the selected layers and heads only. Raises MemoryViewError."""
+    planes = group.planes
+    for name, chosen in (("layers", selection.layers), ("heads", selection.heads)):
+        if chosen is None:
+            continue
+        sizes = {getattr(plane, name) for plane in planes}
+        if len(sizes) > 1:
+            raise MemoryViewError(
+                f"{name} can't be selected where planes differ in them", value=sorted(sizes)
+            )
+        size = sizes.pop()
+        if not chosen or len(set(chosen)) != len(chosen) or not set(chosen) <= set(range(size)):
+            raise MemoryViewError(
+                f"{name} must be different numbers, at least one",
+                value=list(chosen),
+                limit=f"0 to {size - 1}",
+            )
+        planes = tuple(replace(plane, **{name: len(chosen)}) for plane in planes)
+    return group if planes is group.planes else replace(group, planes=planes)
+
+
+@lru_cache(maxsize=512)
+def packed_view(
+    geometry: KVGeometry,
+    group: int,
+    view: MemoryView,
+    block_tokens: int,
+    selection: Selection = ALL,
+) -> NativeView:
+    """View of blocks that are contiguous, region by region, with room for block_tokens tokens."""
+    _check_block_tokens(block_tokens)
+    chosen = selected_group(geometry.groups[group], selection)
+    native = KVGeometry((chosen,)).native(0)
+    order = _order_row(view, block_tokens)
+    entries = np.zeros(
+        sum(plane.layers for plane in chosen.planes), dtype_of("fkv_place_in_memory")
+    )
+    region_bytes = np.zeros(len(entries), np.uint64)
+    count = lib.fkv_view_fill(
+        native,
+        order,
+        view.region_axes,
+        pointer(entries, "fkv_place_in_memory *"),
+        pointer(region_bytes, "uint64_t *"),
+    )
+    if count < 0:
+        raise MemoryViewError(
+            "planes with different numbers of heads can't lie inside the head axis",
+            value=repr(view.order),
+            advice="Put plane before head in the order, or split planes into regions",
+        )
+    return _finish(
+        geometry.groups[group],
+        chosen,
+        view,
+        block_tokens=block_tokens,
+        selection=selection,
+        entries=entries,
+        region_bytes=region_bytes[:count],
+    )
+
+
+@lru_cache(maxsize=512)
+def strided_view(
+    geometry: KVGeometry,
+    group: int,
+    view: MemoryView,
+    block_tokens: int,
+    *,
+    strides: tuple[Strides, ...],
+    selection: Selection = ALL,
+) -> NativeView:
+    """View of blocks with explicit byte strides, one Strides a region (see region_planes)."""
+    _check_block_tokens(block_tokens)
+    chosen = selected_group(geometry.groups[group], selection)
+    entries = np.zeros(
+        sum(plane.layers for plane in chosen.planes), dtype_of("fkv_place_in_memory")
+    )
+    first = np.cumsum([0, *(plane.layers for plane in chosen.planes)])
+    for region, (places, stride) in enumerate(
+        zip(region_places(chosen, view), strides, strict=True)
+    ):
+        joined = 0
+        for plane, layers in places:
+            layer = np.arange(layers.start, layers.stop)
+            rows = entries[first[plane] + layer]
+            rows["region"] = region
+            rows["head_stride"] = stride.head
+            rows["token_stride"] = stride.token
+            rows["offset"] = 0 if "layer" in view.regions else layer * stride.layer
+            if "plane" not in view.regions:
+                rows["offset"] += joined if stride.plane == JOINED else plane * stride.plane
+            joined += chosen.planes[plane].vector_bytes
+            entries[first[plane] + layer] = rows
+    region_bytes = np.zeros(len(strides), np.uint64)
+    return _finish(
+        geometry.groups[group],
+        chosen,
+        view,
+        block_tokens=block_tokens,
+        selection=selection,
+        entries=entries,
+        region_bytes=region_bytes,
+    )
+
+
+def region_places(group: Group, view: MemoryView) -> list[list[tuple[int, range]]]:
+    """Of each region, in their order: the planes that it holds, each with its layers."""
+    planes = list(enumerate(group.planes))
+    depth = max(plane.layers for plane in group.planes)
+    if view.regions == ():
+        return [[(number, range(plane.layers)) for number, plane in planes]]
+    if view.regions == ("plane",):
+        return [[(number, range(plane.layers))] for number, plane in planes]
+    single = [[(n, range(i, i + 1)) for n, p in planes if i < p.layers] for i in range(depth)]
+    if view.regions == ("layer",):
+        return single
+    if view.regions == ("layer", "plane"):
+        return [[place] for places in single for place in places]
+    return [[(n, range(i, i + 1))] for n, p in planes for i in range(p.layers)]
+
+
+def _finish(
+    whole: Group,
+    chosen: Group,
+    view: MemoryView,
+    *,
+    block_tokens: int,
+    selection: Selection,
+    entries: NDArray[Any],
+    region_bytes: NDArray[np.uint64],
+) -> NativeView:
+    head_slots = None
+    if selection.layers is not None:
+        depth, planes = whole.planes[0].layers, len(whole.planes)
+        spread = np.zeros((planes, depth), entries.dtype)
+        spread["region"] = -1
+        spread[:, list(selection.layers)] = entries.reshape(planes, -1)
+        entries = spread.reshape(-1)
+    if selection.heads is not None:
+        head_slots = np.full(whole.planes[0].heads, -1, np.int32)
+        head_slots[list(selection.heads)] = np.arange(len(selection.heads))
+    native = ffi.new("fkv_view *")
+    native.region_count = len(region_bytes)
+    native.entry_count = len(entries)
+    native.entries = pointer(entries, "fkv_place_in_memory *")
+    native.head_slots = pointer(head_slots, "int32_t *")
+    native.order = _order_row(view, block_tokens)[0]
+    return NativeView(
+        native, len(region_bytes), region_bytes, block_tokens, chosen, entries, head_slots
+    )
+
+
+def _order_row(view: MemoryView, block_tokens: int) -> Any:
+    order = ffi.new("fkv_order_row *")
+    order.axes = list(view.axes)
+    order.block_tokens = block_tokens
+    return order
+
+
+def _check_block_tokens(block_tokens: int) -> None:
+    if not 1 <= block_tokens <= limits.BLOCK_TOKENS_MAX:
+        raise MemoryViewError(
+            "a block's token count is out of range",
+            value=block_tokens,
+            limit=f"1 to {limits.BLOCK_TOKENS_MAX}",
+        )
+
+
+def axis_sizes(group: Group, view: MemoryView, region: int, block_tokens: int) -> dict[str, int]:
+    """Sizes of a region's axes, by name; its planes must be alike. Raises MemoryViewError."""
+    places = region_places(group, view)[region]
+    planes = [group.planes[number] for number, _ in places]
+    if len({(len(layers), group.planes[n].heads) for n, layers in places}) > 1:
+        raise MemoryViewError(
+            "planes of different layers or heads have no common shape",
+            advice="Split planes into regions, or give contiguous memory as bytes",
+        )
+    sizes = (len(places[0][1]), len(planes), planes[0].heads, block_tokens)
+    return {name: size for name, size in zip(AXES, sizes, strict=True) if name not in view.regions}
