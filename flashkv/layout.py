@@ -82,7 +82,11 @@ def selected_group(group: Group, selection: Selection) -> Group:
                 value=list(chosen),
                 limit=f"0 to {size - 1}",
             )
-        planes = tuple(replace(plane, **{name: len(chosen)}) for plane in planes)
+        count = len(chosen)
+        if name == "layers":
+            planes = tuple(replace(plane, layers=count) for plane in planes)
+        else:
+            planes = tuple(replace(plane, heads=count) for plane in planes)
     return group if planes is group.planes else replace(group, planes=planes)
 
 
