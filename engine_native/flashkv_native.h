@@ -112,6 +112,7 @@ typedef struct {             /* a block that went out of the index: what a kill 
     uint32_t segment;
     uint32_t page;
     uint64_t epoch;
+    uint64_t sequence;
     uint16_t ordinal;
     uint16_t reserved[3];
 } fkv_dropped;

@@ -43,6 +43,7 @@ typedef struct {
     uint64_t features_incompatible;
     uint64_t manifest_generation; /* manifest-<generation>.log rules */
     uint64_t created_ms;
+    uint64_t capacity_bytes;     /* the cap that was given last; a later open may give another one */
     uint32_t geometry_bytes;     /* length of the geometry's canonical JSON, which follows */
     uint32_t reserved;
 } fkv_superblock;
@@ -81,6 +82,7 @@ typedef struct {
     uint32_t segment;
     uint32_t page;               /* address of the record's header in its segment */
     uint64_t epoch;
+    uint64_t sequence;           /* of the record: its place may be written again after a crash */
     uint16_t ordinal;            /* block within the record, or FKV_KILL_RECORD */
     uint16_t reserved[3];
 } fkv_manifest_kill;

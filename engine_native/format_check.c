@@ -19,7 +19,7 @@ _Static_assert(sizeof(fkv_segment_footer) <= FKV_PAGE_BYTES, "a footer is one pa
 _Static_assert(sizeof((fkv_segment_footer){0}.sections) / sizeof(fkv_section) == FKV_SECTIONS_MAX,
                "the footer's table holds FKV_SECTIONS_MAX sections");
 
-SIZE(fkv_superblock, 104);
+SIZE(fkv_superblock, 112);
 AT(fkv_superblock, magic, 0);
 AT(fkv_superblock, crc, 8);
 AT(fkv_superblock, version, 12);
@@ -33,8 +33,9 @@ AT(fkv_superblock, features_read_only, 64);
 AT(fkv_superblock, features_incompatible, 72);
 AT(fkv_superblock, manifest_generation, 80);
 AT(fkv_superblock, created_ms, 88);
-AT(fkv_superblock, geometry_bytes, 96);
-AT(fkv_superblock, reserved, 100);
+AT(fkv_superblock, capacity_bytes, 96);
+AT(fkv_superblock, geometry_bytes, 104);
+AT(fkv_superblock, reserved, 108);
 
 SIZE(fkv_manifest_entry, 16);
 AT(fkv_manifest_entry, crc, 0);
@@ -54,12 +55,13 @@ AT(fkv_manifest_segment, reserved, 4);
 AT(fkv_manifest_segment, epoch, 8);
 AT(fkv_manifest_segment, segment_uuid, 16);
 
-SIZE(fkv_manifest_kill, 24);
+SIZE(fkv_manifest_kill, 32);
 AT(fkv_manifest_kill, segment, 0);
 AT(fkv_manifest_kill, page, 4);
 AT(fkv_manifest_kill, epoch, 8);
-AT(fkv_manifest_kill, ordinal, 16);
-AT(fkv_manifest_kill, reserved, 18);
+AT(fkv_manifest_kill, sequence, 16);
+AT(fkv_manifest_kill, ordinal, 24);
+AT(fkv_manifest_kill, reserved, 26);
 
 SIZE(fkv_segment_header, 120);
 AT(fkv_segment_header, magic, 0);
