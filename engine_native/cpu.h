@@ -1,4 +1,4 @@
-/* cpu.h: which instructions this processor has; asked once, overridden by fkv_use_simd() in tests. */
+/* cpu.h: which instructions this processor has; asked once; fkv_use_simd() overrides it in tests. */
 #ifndef FLASHKV_CPU_H
 #define FLASHKV_CPU_H
 #include <stdbool.h>
