@@ -1,6 +1,8 @@
-/* format_check.c: compile-time proof that every structure of format.h lies on disk as docs/format.md says.
+/* format_check.c: compile-time proof that every structure of format.h lies on disk as docs/format.md
+ * says.
  *
- * Invariant: a change of size or place of any field fails to compile here. A change that is meant is a new format.
+ * Invariant: a change of size or place of any field fails to compile here. A change that is meant is
+ * a new format.
  */
 #include "format.h"
 #include <stddef.h>

@@ -1,13 +1,15 @@
-"""The compiled data plane as Python sees it: cffi's `ffi` and `lib`, and numpy views of its structures.
+"""The compiled data plane as Python sees it: cffi's `ffi` and `lib`, numpy views of its structures.
 
 Invariants
- - no layout is written down in Python: numpy dtypes are made from the offsets that the C compiler gave to cffi;
- - a pointer made here does not keep its array alive: the caller holds the array for as long as C uses it.
+ - no layout is written down in Python: numpy dtypes are made from the offsets that the C compiler
+   gave to cffi;
+ - a pointer made here does not keep its array alive: the caller holds the array for as long as C
+   uses it.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
@@ -41,7 +43,7 @@ def _field_dtype(ctype: Any) -> np.dtype[Any] | tuple[np.dtype[Any], tuple[int, 
     return (element, tuple(shape)) if shape else element
 
 
-@lru_cache(maxsize=None)
+@cache
 def dtype_of(name: str) -> np.dtype[Any]:
     """Structured dtype of the C structure `name`; pointers become uint64 addresses.
 
@@ -67,9 +69,10 @@ def address(array: npt.NDArray[Any]) -> int:
 
 
 def pointer(array: npt.NDArray[Any] | None, ctype: str) -> Any:
-    """cffi pointer of type `ctype` ("fkv_place *") to a C-contiguous array's memory; None becomes NULL.
+    """cffi pointer of type `ctype` ("fkv_place *") to a C-contiguous array's memory; None: NULL.
 
-    Raises ValueError where the array is not contiguous, or where its items are structures of another size.
+    Raises ValueError where the array is not contiguous, or where its items are structures of
+    another size.
     """
     if array is None:
         return ffi.NULL
@@ -82,3 +85,15 @@ def pointer(array: npt.NDArray[Any] | None, ctype: str) -> Any:
                 f"items of {array.dtype.itemsize} bytes, {ctype} needs {ffi.sizeof(item)}"
             )
     return ffi.cast(ctype, address(array))
+
+
+def aligned_array(length_bytes: int) -> npt.NDArray[np.uint8]:
+    """uint8 array [length_bytes] of zeros that begins on a page, on huge pages where to be had.
+
+    The memory goes back to the system with the last array that refers to it. Raises MemoryError.
+    """
+    base = lib.fkv_buffer_alloc(length_bytes)
+    if base == ffi.NULL:
+        raise MemoryError(f"no {length_bytes} bytes of page-aligned memory")
+    owner = ffi.gc(base, lambda memory: lib.fkv_buffer_free(memory, length_bytes), length_bytes)
+    return np.frombuffer(ffi.buffer(owner, length_bytes), dtype=np.uint8)

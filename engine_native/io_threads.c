@@ -1,0 +1,160 @@
+/* io_threads.c: the `threads` backend: a few threads that call pread, pwrite and fdatasync. For
+ * kernels and containers without io_uring.
+ *
+ * Invariants
+ *  - operations start in the order in which they were submitted; at most io_threads are at the
+ *    device at once;
+ *  - counters are added before complete() is called, complete() is called without the lock;
+ *  - close() returns when the queue is empty and every thread has ended.
+ */
+#include "io.h"
+#include <errno.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#define THREADS_MAX 256
+
+typedef struct {
+    fkv_backend base;
+    pthread_cond_t work;
+    fkv_io_op *head, *tail;
+    uint32_t idle;               /* threads that wait on `work` */
+    uint32_t retries;
+    bool stopping;
+    uint32_t thread_count;
+    pthread_t threads[];
+} threads_backend;
+
+static int64_t issue(fkv_io_op *op)
+{
+    struct iovec *iov = &op->iov[op->iov_first];
+    int iov_count = op->iov_count - op->iov_first;
+    int64_t result;
+
+    if (op->kind == FKV_IO_SYNC)
+        result = fdatasync(op->fd);
+    else if (op->remaining == 0)
+        return 0;
+    else if (op->kind == FKV_IO_READ)
+        result = iov_count == 1 ? pread(op->fd, iov->iov_base, iov->iov_len, (off_t)op->offset)
+                                : preadv(op->fd, iov, iov_count, (off_t)op->offset);
+    else
+        result = iov_count == 1 ? pwrite(op->fd, iov->iov_base, iov->iov_len, (off_t)op->offset)
+                                : pwritev(op->fd, iov, iov_count, (off_t)op->offset);
+    return result < 0 ? -errno : result;
+}
+
+static void *thread_main(void *argument)
+{
+    threads_backend *threads = argument;
+    pthread_mutex_t *lock = &threads->base.lock;
+
+    pthread_mutex_lock(lock);
+    for (;;) {
+        fkv_io_op *op = threads->head;
+        if (op == NULL) {
+            if (threads->stopping)
+                break;
+            threads->idle++;
+            pthread_cond_wait(&threads->work, lock);
+            threads->idle--;
+            continue;
+        }
+        threads->head = op->next;
+        pthread_mutex_unlock(lock);
+
+        fkv_engine_counters counted = {0};
+        while (fkv_io_settle(op, issue(op), threads->retries, &counted) == FKV_IO_AGAIN)
+            continue;
+
+        pthread_mutex_lock(lock);
+        fkv_io_counters_add(&threads->base.counters, &counted);
+        threads->base.counters.inflight--;
+        pthread_mutex_unlock(lock);
+        op->complete(op);
+        pthread_mutex_lock(lock);
+    }
+    pthread_mutex_unlock(lock);
+    return NULL;
+}
+
+static void threads_submit(fkv_backend *backend, fkv_io_op *list)
+{
+    threads_backend *threads = (threads_backend *)backend;
+    uint64_t count = 1;
+    fkv_io_op *last = list;
+    for (; last->next != NULL; last = last->next)
+        count++;
+
+    pthread_mutex_lock(&backend->lock);
+    if (threads->head == NULL)
+        threads->head = list;
+    else
+        threads->tail->next = list;
+    threads->tail = last;
+    backend->counters.inflight += count;
+    for (uint64_t i = 0; i < count && i < threads->idle; i++)
+        pthread_cond_signal(&threads->work);
+    pthread_mutex_unlock(&backend->lock);
+}
+
+/* The kernel pins pages per call here; there is nothing to register with. */
+static int threads_register(fkv_backend *backend, void *base, uint64_t length)
+{
+    (void)backend, (void)base, (void)length;
+    return -EOPNOTSUPP;
+}
+
+static int threads_unregister(fkv_backend *backend, void *base)
+{
+    (void)backend, (void)base;
+    return -ENOENT;
+}
+
+static void threads_close(fkv_backend *backend)
+{
+    threads_backend *threads = (threads_backend *)backend;
+    pthread_mutex_lock(&backend->lock);
+    threads->stopping = true;
+    pthread_cond_broadcast(&threads->work);
+    pthread_mutex_unlock(&backend->lock);
+    for (uint32_t i = 0; i < threads->thread_count; i++)
+        pthread_join(threads->threads[i], NULL);
+    pthread_cond_destroy(&threads->work);
+    pthread_mutex_destroy(&backend->lock);
+    free(threads);
+}
+
+fkv_backend *fkv_io_threads_open(const fkv_engine_options *options, int *status)
+{
+    uint32_t count = options->io_threads;
+    if (count < 1 || count > THREADS_MAX) {
+        *status = -EINVAL;
+        return NULL;
+    }
+    threads_backend *threads = calloc(1, sizeof *threads + count * sizeof threads->threads[0]);
+    if (threads == NULL) {
+        *status = -ENOMEM;
+        return NULL;
+    }
+    threads->base.name = "threads";
+    threads->base.submit = threads_submit;
+    threads->base.register_memory = threads_register;
+    threads->base.unregister_memory = threads_unregister;
+    threads->base.close = threads_close;
+    threads->retries = options->retries;
+    pthread_mutex_init(&threads->base.lock, NULL);
+    pthread_cond_init(&threads->work, NULL);
+    for (; threads->thread_count < count; threads->thread_count++) {
+        *status = fkv_thread_start(&threads->threads[threads->thread_count], "fkv-io",
+                                   thread_main, threads);
+        if (*status != 0)
+            break;
+    }
+    if (threads->thread_count == 0) {   /* some threads are enough, none are not */
+        threads_close(&threads->base);
+        return NULL;
+    }
+    *status = 0;
+    return &threads->base;
+}

@@ -1,0 +1,92 @@
+/* workers.c: the threads that check, decode and encode.
+ *
+ * Invariants
+ *  - tasks start in the order in which they were pushed;
+ *  - push() never blocks and wakes a thread only if one sleeps;
+ *  - fkv_workers_free() runs everything that was pushed before it returns.
+ */
+#include "io.h"
+#include <stdlib.h>
+
+struct fkv_workers {
+    pthread_mutex_t lock;
+    pthread_cond_t work;
+    fkv_task *head, *tail;
+    uint32_t idle;
+    bool stopping;
+    uint32_t count;
+    pthread_t threads[];
+};
+
+static void *worker_main(void *argument)
+{
+    fkv_workers *workers = argument;
+    pthread_mutex_lock(&workers->lock);
+    for (;;) {
+        fkv_task *task = workers->head;
+        if (task != NULL) {
+            workers->head = task->next;
+            pthread_mutex_unlock(&workers->lock);
+            task->run(task);
+            pthread_mutex_lock(&workers->lock);
+        } else if (workers->stopping) {
+            break;
+        } else {
+            workers->idle++;
+            pthread_cond_wait(&workers->work, &workers->lock);
+            workers->idle--;
+        }
+    }
+    pthread_mutex_unlock(&workers->lock);
+    return NULL;
+}
+
+fkv_workers *fkv_workers_new(uint32_t count)
+{
+    if (count < 1)
+        count = 1;
+    fkv_workers *workers = calloc(1, sizeof *workers + count * sizeof workers->threads[0]);
+    if (workers == NULL)
+        return NULL;
+    pthread_mutex_init(&workers->lock, NULL);
+    pthread_cond_init(&workers->work, NULL);
+    for (; workers->count < count; workers->count++) {
+        if (fkv_thread_start(&workers->threads[workers->count], "fkv-work", worker_main, workers)
+            != 0)
+            break;
+    }
+    if (workers->count == 0) {
+        fkv_workers_free(workers);
+        return NULL;
+    }
+    return workers;
+}
+
+void fkv_workers_free(fkv_workers *workers)
+{
+    if (workers == NULL)
+        return;
+    pthread_mutex_lock(&workers->lock);
+    workers->stopping = true;
+    pthread_cond_broadcast(&workers->work);
+    pthread_mutex_unlock(&workers->lock);
+    for (uint32_t i = 0; i < workers->count; i++)
+        pthread_join(workers->threads[i], NULL);
+    pthread_cond_destroy(&workers->work);
+    pthread_mutex_destroy(&workers->lock);
+    free(workers);
+}
+
+void fkv_workers_push(fkv_workers *workers, fkv_task *task)
+{
+    task->next = NULL;
+    pthread_mutex_lock(&workers->lock);
+    if (workers->head == NULL)
+        workers->head = task;
+    else
+        workers->tail->next = task;
+    workers->tail = task;
+    if (workers->idle > 0)
+        pthread_cond_signal(&workers->work);
+    pthread_mutex_unlock(&workers->lock);
+}
