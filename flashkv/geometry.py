@@ -156,6 +156,11 @@ class KVGeometry:
                 value=f"{len(self.to_json())} bytes of JSON",
                 limit=limits.GEOMETRY_JSON_BYTES_MAX,
             )
+        object.__setattr__(self, "_hash", hash(self.groups))
+
+    def __hash__(self) -> int:
+        number: int = self.__dict__["_hash"]  # kept: batches look views up by geometry
+        return number
 
     @classmethod
     def gqa(

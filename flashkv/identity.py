@@ -113,7 +113,7 @@ class Identity:
 
     model                name or path, as the engine knows it.
     revision             hub revision or version of the weights.
-    weights_fingerprint  of local weights, see weights_fingerprint(); empty where a revision says it.
+    weights_fingerprint  of local weights: see weights_fingerprint(); may be empty with a revision.
     kv_dtype             what the KV was computed in and quantised to: "bfloat16", "fp8_e4m3", ...
     rope                 rotary settings that differ from the model's own, as text.
     adapter              LoRA or the like, as text.
@@ -255,8 +255,9 @@ def token_keys(
 ) -> NDArray[np.uint8]:
     """Keys of the blocks of a token sequence: uint8[ceil(tokens / block_tokens), 32].
 
-    A Merkle chain: key[-1] = SHA-256(namespace | salt), key[i] = SHA-256(key[i-1] | tokens | extra),
-    the tokens as little-endian int32. A shorter last block has a key too. Raises ValueError (IdentityError).
+    A Merkle chain: key[-1] = SHA-256(namespace | salt), key[i] = SHA-256(key[i-1] | tokens |
+    extra), the tokens as little-endian int32. A shorter last block has a key too.
+    Raises IdentityError, a ValueError.
     """
     ids = np.asarray(token_ids)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):

@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashkv import limits
+from flashkv.arrays import ArrayInfo, contiguous
 from flashkv.errors import MemoryViewError
-from flashkv.geometry import AXES, Group, KVGeometry, MemoryView
+from flashkv.geometry import AXES, DType, Group, KVGeometry, MemoryView
 from flashkv.native import dtype_of, ffi, lib, pointer
 
 JOINED: Final = -(1 << 62)
@@ -249,3 +250,144 @@ def axis_sizes(group: Group, view: MemoryView, region: int, block_tokens: int) -
         )
     sizes = (len(places[0][1]), len(planes), planes[0].heads, block_tokens)
     return {name: size for name, size in zip(AXES, sizes, strict=True) if name not in view.regions}
+
+
+@lru_cache(maxsize=512)
+def view_regions(geometry: KVGeometry, group: int, view: MemoryView, selection: Selection) -> int:
+    """Regions of a block: addresses that it needs."""
+    return len(region_places(selected_group(geometry.groups[group], selection), view))
+
+
+@lru_cache(maxsize=512)
+def opaque_or_packed_view(
+    geometry: KVGeometry,
+    group: int,
+    view: MemoryView,
+    block_tokens: int | None,
+    selection: Selection,
+) -> NativeView:
+    """packed_view of bare addresses; opaque blocks have one token unless told otherwise."""
+    planes = geometry.groups[group].planes
+    if block_tokens is None and any(plane.dtype is not DType.OPAQUE for plane in planes):
+        raise MemoryViewError(
+            "bare addresses don't say how many tokens a block has room for",
+            advice="Give MemoryView(block_tokens=...)",
+        )
+    return packed_view(geometry, group, view, block_tokens or 1, selection)
+
+
+@lru_cache(maxsize=512)
+def view_of_arrays(
+    geometry: KVGeometry,
+    group: int,
+    view: MemoryView,
+    *,
+    infos: tuple[ArrayInfo, ...],
+    block_tokens: int | None,
+    selection: Selection,
+) -> NativeView:
+    """View of blocks in arrays, one ArrayInfo a region (of a block: without the axis of rows).
+
+    block_tokens: None where the shapes tell. Raises MemoryViewError where they don't fit.
+    """
+    chosen = selected_group(geometry.groups[group], selection)
+    layouts = []
+    for region, info in enumerate(infos):
+        block_tokens, strides = _region_layout(chosen, view, region, info, block_tokens)
+        layouts.append(strides)
+    assert block_tokens is not None
+    shaped = tuple(strides for strides in layouts if strides is not None)
+    if not shaped:
+        return packed_view(geometry, group, view, block_tokens, selection)
+    if len(shaped) < len(layouts):
+        raise MemoryViewError("regions must be all flat or all shaped")
+    return strided_view(geometry, group, view, block_tokens, strides=shaped, selection=selection)
+
+
+def _region_layout(
+    group: Group, view: MemoryView, region: int, info: ArrayInfo, room: int | None
+) -> tuple[int, Strides | None]:
+    """What an array without its row axis says of a region; `room` in tokens: where it is known.
+
+    Returns (tokens that a block has room for, strides, or None where the block is flat).
+    Raises MemoryViewError.
+    """
+    places = region_places(group, view)[region]
+    planes = [group.planes[number] for number, _ in places]
+    dtypes = {plane.dtype for plane in planes}
+    token_bytes = sum(
+        len(layers) * plane.heads * plane.vector_bytes
+        for plane, (_, layers) in zip(planes, places, strict=True)
+    )
+    opaque = dtypes == {DType.OPAQUE}
+    fits = all(
+        dtype.accepts(info.dtype) and (opaque or info.item_bytes == dtype.element_bytes)
+        for dtype in dtypes
+    )
+    flat = opaque or info.flat or (len(info.shape) == 1 and (info.dtype == "uint8" or fits))
+    if not flat and not fits:
+        raise MemoryViewError(
+            "memory has another dtype than the geometry",
+            value=info.describe(),
+            limit=" and ".join(sorted(dtype.value for dtype in dtypes)),
+        )
+    room = room or (1 if opaque else max(1, info.nbytes // token_bytes))
+    if info.nbytes != token_bytes * room:
+        raise _shape_error(group, view, region, info)
+    if flat:
+        if not contiguous(info.shape, info.strides, info.item_bytes):
+            raise MemoryViewError("a flat block must be contiguous", value=info.strides)
+        return room, None
+    strides = _match_axes(group, view, region, info, room)
+    if strides is None:
+        raise _shape_error(group, view, region, info)
+    return room, strides
+
+
+def _shape_error(group: Group, view: MemoryView, region: int, info: ArrayInfo) -> MemoryViewError:
+    try:
+        sizes = axis_sizes(group, view, region, 0)
+        names = [name for name in view.order.split() if name in sizes]
+        axes = [f"{name} {sizes[name]}" if name != "token" else "token" for name in names]
+        elements = group.planes[region_places(group, view)[region][0][0]].elements
+        shape = f"shape [{', '.join([*axes, f'dim {elements}'])}]"
+    except MemoryViewError:
+        shape = "flat"
+    return MemoryViewError(
+        f"a block{f' in region {region}' if view.regions else ''} doesn't fit the geometry and the"
+        f" order '{view.order}'",
+        value=f"{info.describe()}, {info.nbytes} bytes",
+        limit=shape,
+    )
+
+
+def _match_axes(
+    group: Group, view: MemoryView, region: int, info: ArrayInfo, room: int
+) -> Strides | None:
+    """Strides of the axes if the shape is theirs, leaving out axes of size 1; else None."""
+    sizes = axis_sizes(group, view, region, room)
+    planes = [group.planes[number] for number, _ in region_places(group, view)[region]]
+    axes = [(name, sizes[name]) for name in view.order.split() if name in sizes]
+    forms = []
+    if len({plane.elements for plane in planes}) == 1:
+        forms.append([*axes, ("dim", planes[0].elements)])
+    if axes[-1][0] == "plane":
+        forms.append([*axes[:-1], ("dim", sum(plane.elements for plane in planes))])
+    actual = [(n, s) for n, s in zip(info.shape, info.strides, strict=True) if n != 1]
+    for form in forms:
+        wanted = [(name, size) for name, size in form if size != 1]
+        if [size for _, size in wanted] != [size for size, _ in actual]:
+            continue
+        strides = {name: stride for (name, _), (_, stride) in zip(wanted, actual, strict=True)}
+        if strides.get("dim", info.item_bytes) != info.item_bytes:
+            raise MemoryViewError(
+                "the innermost dimension must be contiguous",
+                value=f"stride of {strides['dim']} bytes",
+                limit=f"{info.item_bytes} bytes",
+            )
+        joined = "plane" in sizes and not any(name == "plane" for name, _ in form)
+        found = {name: strides.get(name, 0) for name in AXES}
+        if joined:
+            found["plane"] = JOINED
+        return Strides(**found)
+    return None

@@ -1,0 +1,294 @@
+"""The caller's memory: whatever holds the blocks of a batch, as addresses and an fkv_view.
+
+Invariants
+  - no address is handed out that was not checked: shape, dtype, strides, length, and for
+    destinations that they can be written and don't overlap;
+  - a BlockMemory keeps alive all memory that its addresses name;
+  - work per block is array arithmetic; only lists of separate buffers are walked, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashkv.arrays import (
+    ArrayInfo,
+    array_info,
+    is_array,
+    is_buffer,
+    overlaps,
+    same_layout,
+)
+from flashkv.errors import MemoryViewError, ReadOnlyDestinationError
+from flashkv.geometry import KVGeometry, MemoryView
+from flashkv.layout import (
+    ALL,
+    NativeView,
+    Selection,
+    opaque_or_packed_view,
+    packed_view,
+    view_of_arrays,
+    view_regions,
+)
+from flashkv.staging import staged
+
+DEFAULT_VIEW: Final = MemoryView()
+
+
+@dataclass(frozen=True, eq=False)
+class Regions:
+    """Memory of a batch, region by region: `tensors[r]` holds region r of every block.
+
+    rows      block i of the batch is row rows[i] of each tensor; None: row i.
+    row_axis  axis of the tensors that counts rows; the remaining axes are those of the view.
+    """
+
+    tensors: Sequence[Any]
+    rows: Any = None
+    row_axis: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Pointers:
+    """Bare addresses, uint64[N, regions], of contiguous regions. flashkv can't check them.
+
+    keepalive  is held until the batch is done: give what owns the memory.
+    """
+
+    addresses: NDArray[np.uint64]
+    keepalive: Any = None
+    writable: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class BlockMemory:
+    """Checked memory of N blocks.
+
+    pointers  uint64[N, regions], C-contiguous.
+    view      what lies where, from those addresses on; view.block_tokens tokens fit a block.
+    finish    for destinations: to be called with bool[N], which blocks arrived, when all is read
+              (copies staged blocks to the GPU); for sources nothing.
+    """
+
+    pointers: NDArray[np.uint64]
+    view: NativeView
+    keepalive: Any = None
+    finish: Callable[[NDArray[np.bool_]], None] = field(default=lambda _: None)
+
+    @property
+    def block_tokens(self) -> int:
+        return self.view.block_tokens
+
+
+def block_memory(
+    data: Any,
+    count: int,
+    geometry: KVGeometry,
+    *,
+    group: int = 0,
+    view: MemoryView | None = None,
+    block_tokens: int | None = None,
+    selection: Selection = ALL,
+    destination: bool = False,
+) -> BlockMemory:
+    """Memory of `count` blocks of a group.
+
+    data: a tensor or array with a leading axis of `count` blocks, a sequence of `count` of them, a
+    buffer with all blocks back to back, Regions (or a sequence of one a region), or Pointers.
+    block_tokens: room of a block where neither shape nor view tells. A block's shape is the view's
+    axes and the vector; axes of size 1 may be left out; uint8 memory may be flat.
+    Raises MemoryViewError, ReadOnlyDestinationError.
+    """
+    view = view or DEFAULT_VIEW
+    room = view.block_tokens or block_tokens
+    region_count = view_regions(geometry, group, view, selection)
+    if isinstance(data, Pointers):
+        packed = opaque_or_packed_view(geometry, group, view, room, selection)
+        return _from_pointers(data, count, packed, destination=destination)
+    data, keepalive, finish = staged(_as_regions(data, region_count), destination=destination)
+    infos, pointers = _addresses(data, count, region_count, destination=destination)
+    if count == 0:
+        native = packed_view(geometry, group, view, room or 1, selection)
+    else:
+        native = view_of_arrays(
+            geometry, group, view, infos=tuple(infos), block_tokens=room, selection=selection
+        )
+    return BlockMemory(pointers, native, keepalive, finish)
+
+
+def token_counts(tokens: Any, count: int, block_tokens: int) -> NDArray[np.uint16]:
+    """Tokens of each block: uint16[count]. tokens: None (all full), an int, or one int a block."""
+    if tokens is None:
+        return np.full(count, block_tokens, np.uint16)
+    array = np.asarray(tokens)
+    if array.dtype.kind not in "iu" and array.size:
+        raise MemoryViewError("token counts must be ints", value=array.dtype)
+    if array.ndim > 1 or (array.ndim == 1 and array.size != count):
+        raise MemoryViewError(
+            "token counts must be one int, or one a block", value=list(array.shape), limit=count
+        )
+    if array.size and not 1 <= int(array.min()) <= int(array.max()) <= block_tokens:
+        wrong = array[(array < 1) | (array > block_tokens)] if array.ndim else array
+        raise MemoryViewError(
+            "a block's token count is out of range",
+            value=np.ravel(wrong)[0],
+            limit=f"1 to {block_tokens}, the room of a block",
+        )
+    return np.ascontiguousarray(np.broadcast_to(array, (count,)), np.uint16)
+
+
+def _as_regions(data: Any, region_count: int) -> Regions:
+    """Any form of `data` as Regions; a region may still be a list of blocks."""
+    if isinstance(data, Regions):
+        regions = data
+    elif region_count == 1:
+        regions = Regions([data])
+    elif isinstance(data, (list, tuple)):
+        regions = Regions(data)
+    else:
+        regions = Regions([data])
+    if len(regions.tensors) != region_count:
+        raise MemoryViewError(
+            "the view splits a block into regions: give Regions, one tensor a region",
+            value=f"{len(regions.tensors)} regions",
+            limit=region_count,
+        )
+    if regions.row_axis != 0 or regions.rows is not None:
+        for tensor in regions.tensors:
+            if not is_array(tensor):
+                raise MemoryViewError(
+                    "rows and row_axis need tensors or arrays", value=type(tensor).__name__
+                )
+    return regions
+
+
+def _from_pointers(
+    data: Pointers, count: int, view: NativeView, *, destination: bool
+) -> BlockMemory:
+    addresses = np.asarray(data.addresses)
+    if addresses.ndim == 1 and view.region_count == 1:
+        addresses = addresses[:, None]
+    if addresses.dtype.kind not in "iu" or addresses.shape != (count, view.region_count):
+        raise MemoryViewError(
+            "addresses must be ints of shape [blocks, regions]",
+            value=f"{addresses.dtype}{list(addresses.shape)}",
+            limit=[count, view.region_count],
+        )
+    if not addresses.all():
+        raise MemoryViewError("an address is zero", value=np.argwhere(addresses == 0)[0].tolist())
+    if destination and not data.writable:
+        raise ReadOnlyDestinationError("the destination's addresses are marked read-only")
+    pointers = np.ascontiguousarray(addresses).astype(np.uint64, copy=False)
+    if destination:
+        _check_distinct(pointers[:, 0])
+    return BlockMemory(pointers, view, (data, pointers))
+
+
+def _addresses(
+    data: Regions, count: int, region_count: int, *, destination: bool
+) -> tuple[list[ArrayInfo], NDArray[np.uint64]]:
+    """Layout of a block in each region (without the row axis), and all addresses."""
+    rows = _checked_rows(data.rows, count, destination=destination)
+    pointers = np.empty((count, region_count), np.int64)
+    infos = []
+    for region, tensor in enumerate(data.tensors):
+        if isinstance(tensor, (list, tuple)):
+            info = _listed(tensor, count, pointers[:, region], destination=destination)
+        elif is_array(tensor):
+            whole = array_info(tensor)
+            info = _stacked(whole, data.row_axis, rows, count, pointers[:, region])
+            if destination and overlaps(whole.shape, whole.strides, whole.item_bytes):
+                raise MemoryViewError(
+                    "elements of the destination share memory",
+                    value=f"{whole.describe()}, strides {whole.strides}",
+                )
+        else:
+            info = _buffer(tensor, count, pointers[:, region])
+        if info is None:
+            continue
+        if destination and not info.writable:
+            raise ReadOnlyDestinationError(
+                "the destination can't be written", value=f"a read-only {info.describe()}"
+            )
+        infos.append(info._replace(address=0))  # layouts are equal wherever they lie
+    return infos, pointers.view(np.uint64)
+
+
+def _checked_rows(rows: Any, count: int, *, destination: bool) -> NDArray[np.int64] | None:
+    if rows is None:
+        return None
+    array = np.asarray(rows)
+    if array.shape != (count,) or (array.dtype.kind not in "iu" and count):
+        raise MemoryViewError(
+            "rows must be one int a block", value=f"{array.dtype}{list(array.shape)}", limit=count
+        )
+    array = array.astype(np.int64)
+    if destination and np.unique(array).size != count:
+        raise MemoryViewError("two blocks have the same row as destination")
+    return array
+
+
+def _check_distinct(addresses: NDArray[Any]) -> None:
+    if np.unique(addresses).size != addresses.size:
+        raise MemoryViewError("two blocks have the same destination")
+
+
+def _listed(
+    items: Sequence[Any], count: int, addresses: NDArray[np.int64], *, destination: bool
+) -> ArrayInfo | None:
+    if len(items) != count:
+        raise MemoryViewError("keys and blocks differ in number", value=len(items), limit=count)
+    if count == 0:
+        return None
+    info, addresses[:] = same_layout(items)
+    if destination:
+        _check_distinct(addresses)
+        if overlaps(info.shape, info.strides, info.item_bytes):
+            raise MemoryViewError("elements of a destination share memory", value=info.strides)
+    return info
+
+
+def _stacked(
+    info: ArrayInfo,
+    row_axis: int,
+    rows: NDArray[np.int64] | None,
+    count: int,
+    addresses: NDArray[np.int64],
+) -> ArrayInfo:
+    """Layout of a row of the array, the addresses of those wanted."""
+    if not 0 <= row_axis < len(info.shape):
+        raise MemoryViewError("there is no such row axis", value=row_axis, limit=info.describe())
+    size, stride = info.shape[row_axis], info.strides[row_axis]
+    if rows is None:
+        if size != count:
+            raise MemoryViewError(
+                f"keys and blocks differ in number: axis {row_axis} of {info.describe()}",
+                value=size,
+                limit=count,
+            )
+        rows = np.arange(count)
+    elif count and not 0 <= int(rows.min()) <= int(rows.max()) < size:
+        wrong = rows[(rows < 0) | (rows >= size)][0]
+        raise MemoryViewError("there is no such row", value=wrong, limit=f"0 to {size - 1}")
+    addresses[:] = info.address + rows * stride
+    return info._replace(
+        shape=info.shape[:row_axis] + info.shape[row_axis + 1 :],
+        strides=info.strides[:row_axis] + info.strides[row_axis + 1 :],
+    )
+
+
+def _buffer(buffer: Any, count: int, addresses: NDArray[np.int64]) -> ArrayInfo:
+    """A plain buffer that holds all blocks back to back."""
+    if not is_buffer(buffer):
+        array_info(buffer)  # raises: it is nothing that has memory
+    info = array_info(buffer)
+    block_bytes = info.nbytes // max(count, 1)
+    if block_bytes * count != info.nbytes:
+        raise MemoryViewError(f"a buffer of {info.nbytes} bytes doesn't divide into {count} blocks")
+    addresses[:] = info.address + np.arange(count) * block_bytes
+    return info._replace(shape=(block_bytes,), strides=(1,))
