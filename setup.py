@@ -1,4 +1,4 @@
-"""Only what pyproject.toml can't say: the compiled module is built by cffi. Everything else is in pyproject.toml."""
+"""Only what pyproject.toml can't say: the compiled module is built by cffi."""
 
 from setuptools import setup
 

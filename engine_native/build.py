@@ -129,7 +129,7 @@ def make_builder() -> FFI:
 def build_in_place() -> int:
     """A developer's build of flashkv/_native*.so, as an installation does it. One at a time."""
     (ROOT / "build").mkdir(exist_ok=True)
-    with open(ROOT / "build" / "native.lock", "w", encoding="utf-8") as lock:
+    with (ROOT / "build" / "native.lock").open("w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
         return subprocess.run([*command, *sys.argv[1:]], cwd=ROOT, check=False).returncode

@@ -69,7 +69,7 @@ def address(array: npt.NDArray[Any]) -> int:
 
 
 def pointer(array: npt.NDArray[Any] | None, ctype: str) -> Any:
-    """cffi pointer of type `ctype` ("fkv_place *") to a C-contiguous array's memory; None: NULL.
+    """Pointer of cffi type `ctype` ("fkv_place *") to a C-contiguous array's memory; None: NULL.
 
     Raises ValueError where the array is not contiguous, or where its items are structures of
     another size.
