@@ -1,0 +1,181 @@
+"""flashkv-bench: the store's speed beside fio's, and how fast it opens.
+
+Method and keys: docs/benchmarks.md.
+
+Invariants
+  - figures are reported, never judged: the exit status is non-zero only where nothing was measured;
+  - the JSON's keys are fixed; the table on the terminal is for people and may change.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import flashkv
+from flashkv.options import BACKENDS, parse_bytes
+
+from .bench_io import (
+    DEFAULT_SIZE_BYTES,
+    PAIRS_MIN,
+    QUICK_SIZE_BYTES,
+    RATIOS,
+    SIZE_MIN_BYTES,
+    IoSettings,
+    io_steps,
+    run_io,
+)
+from .bench_open import BLOCKS_MIN, OpenSettings, open_steps, run_open
+from .bench_sets import BenchError
+from .fio import FioError, fio_path
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, help="Measures a store on this machine."
+)
+console = Console(stderr=True)
+
+Json = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")]
+Folder = Annotated[
+    Path,
+    typer.Option(
+        "--path",
+        help="Folder on the file system to measure; a folder made in it is deleted at the end.",
+        exists=True,
+        file_okay=False,
+        writable=True,
+    ),
+]
+Backend = Annotated[str, typer.Option(help=f"I/O backend of the store: {', '.join(BACKENDS)}.")]
+
+
+@app.command("io")
+def io_command(  # noqa: PLR0917  (typer's parameters are options, none is positional)
+    json_file: Json = None,
+    quick: Annotated[bool, typer.Option(help="256 MiB a pass: well under 90 s in all.")] = False,
+    pairs: Annotated[int, typer.Option(min=PAIRS_MIN, help="Pairs of store and fio.")] = PAIRS_MIN,
+    path: Folder = Path(),
+    size: Annotated[
+        str | None,
+        typer.Option(help="Bytes a pass, as 512MiB; about four times as much lies on disk. [1GiB]"),
+    ] = None,
+    backend: Backend = "auto",
+) -> None:
+    """Puts, gets, single pages and lossless gets beside fio, in alternating pairs."""
+    if fio_path() is None:
+        fail("fio is not installed: apt-get install fio (./run bench does it)")
+    try:
+        size_bytes = QUICK_SIZE_BYTES if quick else DEFAULT_SIZE_BYTES
+        size_bytes = parse_bytes(size, "--size") if size is not None else size_bytes
+        if size_bytes < SIZE_MIN_BYTES:
+            fail(f"--size is {size_bytes} bytes, at least {SIZE_MIN_BYTES} are needed")
+        settings = IoSettings(path, size_bytes, pairs, check_backend(backend))
+        with progress(io_steps(settings)) as step:
+            figures = run_io(settings, step)
+    except (flashkv.FlashKVError, FioError, BenchError, OSError) as error:
+        fail(str(error))
+    write_json(json_file, figures)
+    console.print(io_table(figures))
+
+
+@app.command("open")
+def open_command(
+    json_file: Json = None,
+    blocks: Annotated[int, typer.Option(min=BLOCKS_MIN, help="Blocks of 64 bytes.")] = 1_000_000,
+    path: Folder = Path(),
+    backend: Backend = "auto",
+) -> None:
+    """Time to open a store of many small blocks, bytes of index a block, one look-up."""
+    try:
+        settings = OpenSettings(path, blocks, check_backend(backend))
+        with progress(open_steps(settings)) as step:
+            figures = run_open(settings, step)
+    except (flashkv.FlashKVError, BenchError, OSError) as error:
+        fail(str(error))
+    write_json(json_file, figures)
+    table = Table("", "value")
+    for key in ("blocks", "open_s", "index_bytes_per_block", "contains_one_us"):
+        table.add_row(key, f"{figures[key]:,.3f}".removesuffix(".000"))
+    console.print(table)
+
+
+def check_backend(name: str) -> str:
+    """The name, if it is a backend's; else ends the program with what would be one."""
+    if name not in BACKENDS:
+        fail(f"--backend is {name!r}, must be one of {', '.join(BACKENDS)}")
+    return name
+
+
+def fail(message: str) -> None:
+    """Ends the program with status 1 and a reason."""
+    console.print(f"flashkv-bench: {message}", style="red", highlight=False, markup=False)
+    raise typer.Exit(1)
+
+
+@contextmanager
+def progress(steps: int) -> Iterator[Callable[[str], None]]:
+    """A bar on standard error; the yielded function begins the next step."""
+    columns = (
+        TextColumn("{task.description:32}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    # Drawn twice a second: the bar's own work must not show in the figures.
+    with Progress(*columns, console=console, refresh_per_second=2, transient=True) as bar:
+        task = bar.add_task("", total=steps, completed=-1)
+
+        def step(text: str) -> None:
+            bar.update(task, description=text, advance=1)
+
+        yield step
+
+
+def write_json(file: Path | None, figures: Mapping[str, Any]) -> None:
+    """Writes the figures, for people too: indented, in their order."""
+    if file is None:
+        return
+    text = json.dumps(figures, indent=2, allow_nan=False) + "\n"
+    if str(file) == "-":
+        sys.stdout.write(text)
+    else:
+        file.write_text(text, encoding="utf-8")
+
+
+def io_table(figures: Mapping[str, Any]) -> Table:
+    """Ratios with their spread, both sides' speed and processor time."""
+    table = Table("", "ratio", "q1..q3", "store MB/s", "fio MB/s", "store cpu s/GB", "fio cpu s/GB")
+    for key, (ours, theirs) in RATIOS.items():
+        around = figures["spread"][key]
+        speed, cpu = figures["bytes_per_s"], figures["cpu_s_per_gb"]
+        table.add_row(
+            key,
+            f"{figures[key]:.2f}",
+            f"{around['q1']:.2f}..{around['q3']:.2f}",
+            f"{speed[ours] / 1e6:,.0f}",
+            f"{speed[theirs] / 1e6:,.0f}",
+            f"{cpu[ours]:.2f}",
+            f"{cpu[theirs]:.2f}",
+        )
+    table.caption = (
+        f"control plane {figures['control_us_per_batch']:.0f} us a batch"
+        f" + {figures['control_us_per_block']:.2f} us a block"
+    )
+    return table
+
+
+def main() -> None:
+    """Console script flashkv-bench."""
+    app()
+
+
+if __name__ == "__main__":
+    main()
