@@ -1,0 +1,1 @@
+"""Console programs of flashkv: dump, benchmarks, the demo's command line."""
