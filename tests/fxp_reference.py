@@ -1,4 +1,4 @@
-"""The fixed-width exponent code for tests: the native functions on numpy arrays, and the format again.
+"""The fixed-width exponent code for tests: native functions on numpy arrays, and the format again.
 
 The numpy half is written from the description in engine_native/codec_fxp.c, not from its code.
 

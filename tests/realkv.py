@@ -1,7 +1,7 @@
 """Real KV tensors for tests, read with numpy alone.
 
-A .safetensors file is an 8-byte header length, a JSON header and the tensors' bytes. bfloat16, which
-numpy lacks, comes back as its raw bits in uint16.
+A .safetensors file is an 8-byte header length, a JSON header and the tensors' bytes. bfloat16,
+which numpy lacks, comes back as its raw bits in uint16.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The split-block Bloom filter: nothing added is missed, false positives are as rare as in theory."""
+"""Split-block Bloom filter: nothing added is missed, false positives are as rare as predicted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stripes that no encoder wrote: decoding refuses them or not, but never reads or writes where it must not."""
+"""Stripes that no encoder wrote: taken or refused, nothing outside them is read or written."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_absurd_counts_and_modes_are_refused() -> None:
 
 def test_fp16_escapes_have_five_bits() -> None:
     bases = np.array([15], np.uint8)
-    stripe = bytes.fromhex("0000FF0404040406021E")
+    stripe = bytes.fromhex("0000FF 040404 04 06 02 1E")
     assert decode_on_all_paths(stripe, (1, 6), FP16, bases) is not None
     assert decode_on_all_paths(stripe[:-1] + b"\x3e", (1, 6), FP16, bases) is None
 
