@@ -1,0 +1,1 @@
+"""Connectors: each ties one inference engine to a store and alone imports that engine."""
