@@ -44,7 +44,7 @@ void fkv_index_free(fkv_index *index)
 
 /* ---- rows -------------------------------------------------------------------------------- */
 
-/* Marks are kept apart from the rows: a sweep reads one bit an entry, and they stay in the cache. */
+/* Marks are kept apart from the rows: a sweep reads one bit an entry, which stays in the cache. */
 static uint64_t *mark_word(fkv_index *index, uint32_t record)
 {
     return &index->blocks[record / FKV_ROWS]->marked[record % FKV_ROWS / 64];
@@ -174,18 +174,17 @@ typedef struct {
     uint64_t dropped_count;
 } adding;
 
-static void report(adding *add, uint32_t segment, uint64_t epoch, uint32_t page, uint16_t ordinal)
+static void report(adding *add, const fkv_record_row *row, uint16_t ordinal)
 {
     if (add->dropped)
-        add->dropped[add->dropped_count] =
-            (fkv_dropped){.segment = segment, .page = page, .epoch = epoch, .ordinal = ordinal};
+        add->dropped[add->dropped_count] = (fkv_dropped){
+            .segment = row->segment,
+            .page = row->page,
+            .epoch = add->index->segments[row->segment].epoch,
+            .sequence = row->sequence,
+            .ordinal = ordinal,
+        };
     add->dropped_count++;
-}
-
-static void report_entry(adding *add, const fkv_entry *entry)
-{
-    const fkv_record_row *row = fkv_index_row(add->index, entry->record);
-    report(add, row->segment, add->index->segments[row->segment].epoch, row->page, entry->ordinal);
 }
 
 /* First kill that is not before (page, ordinal). */
@@ -203,7 +202,7 @@ static uint64_t first_kill(const adding *add, uint32_t page, uint16_t ordinal)
     return low;
 }
 
-static bool is_killed(const adding *add, uint32_t page, uint16_t ordinal)
+static bool is_killed(const adding *add, uint32_t page, uint64_t sequence, uint16_t ordinal)
 {
     if (add->kill_count == 0)
         return false;
@@ -211,7 +210,8 @@ static bool is_killed(const adding *add, uint32_t page, uint16_t ordinal)
         const fkv_manifest_kill *kill = &add->kills[i];
         if (kill->page != page || kill->ordinal != ordinal)
             return false;
-        if (kill->segment == add->segment && kill->epoch == add->epoch)
+        if (kill->segment == add->segment && kill->epoch == add->epoch
+            && kill->sequence == sequence)
             return true;
     }
     return false;
@@ -227,10 +227,10 @@ static int add_block(adding *add, uint32_t record, const fkv_directory_block *bl
         return -ENOMEM;
     if (!made) {
         if (fkv_index_row(index, entry->record)->sequence > row->sequence) {
-            report(add, add->segment, add->epoch, row->page, block->ordinal);
+            report(add, row, block->ordinal);
             return 0;
         }
-        report_entry(add, entry);
+        report(add, fkv_index_row(index, entry->record), entry->ordinal);
     }
     uint32_t loser = entry->record;
     entry->record = record;
@@ -245,7 +245,7 @@ static int add_block(adding *add, uint32_t record, const fkv_directory_block *bl
 static int add_record(adding *add, const fkv_directory_record *record, uint32_t namespace_id,
                       const fkv_directory_block *blocks, const fkv_directory_block *end)
 {
-    if (is_killed(add, record->page, FKV_KILL_RECORD))
+    if (is_killed(add, record->page, record->sequence, FKV_KILL_RECORD))
         return 0;
     uint32_t number = take_row(add->index);
     *fkv_index_row(add->index, number) = (fkv_record_row){
@@ -266,7 +266,7 @@ static int add_record(adding *add, const fkv_directory_record *record, uint32_t 
     for (uint32_t i = 0; i < record->block_count && status == 0; i++) {
         if (&blocks[i] + FKV_AHEAD < end)
             fkv_table_prefetch(&add->index->table, blocks[i + FKV_AHEAD].digest);
-        if (!is_killed(add, record->page, blocks[i].ordinal))
+        if (!is_killed(add, record->page, record->sequence, blocks[i].ordinal))
             status = add_block(add, number, &blocks[i]);
     }
     if (fkv_index_row(add->index, number)->live == 0)
@@ -338,8 +338,8 @@ void fkv_index_remove(fkv_index *index, const uint8_t *digests, const uint64_t *
         fkv_entry *entry = fkv_table_find(&index->table, digests + i * FKV_DIGEST_BYTES);
         if (!entry || (sequences && fkv_index_row(index, entry->record)->sequence != sequences[i]))
             continue;
-        report_entry(&out, entry);
         uint32_t record = entry->record;
+        report(&out, fkv_index_row(index, record), entry->ordinal);
         fkv_table_erase(&index->table, entry);
         block_gone(index, record);
     }
