@@ -168,7 +168,7 @@ class Index:
     # ---- coming and going ----
 
     def begin_segment(self, segment: int, epoch: int) -> None:
-        """Says which epoch a segment's next records have. Raises BusyError while it has any, or pins."""
+        """Sets the epoch of a segment's next records. Raises BusyError while it has any, or pins."""
         status = lib.fkv_index_begin_segment(self._native, segment, epoch)
         check_native(status, f"segment {segment} can't begin epoch {epoch}")
 
