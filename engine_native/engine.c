@@ -17,6 +17,11 @@
 #define QUEUE_DEPTH_MAX 4096
 #define WORKERS_MAX 256
 
+static const char *refusal(int status)
+{
+    return status == -ENOSYS ? "not in this build, or not in this kernel" : strerror(-status);
+}
+
 static fkv_backend *backend_open(const fkv_engine_options *options, char *error, size_t error_bytes)
 {
     fkv_backend *backend = NULL;
@@ -25,16 +30,16 @@ static fkv_backend *backend_open(const fkv_engine_options *options, char *error,
     if (options->backend == FKV_BACKEND_AUTO || options->backend == FKV_BACKEND_IO_URING) {
         backend = fkv_io_uring_open(options, &uring_status);
         if (backend == NULL)
-            snprintf(error, error_bytes, "io_uring: %s", strerror(-uring_status));
+            snprintf(error, error_bytes, "io_uring: %s", refusal(uring_status));
     }
     if (options->backend == FKV_BACKEND_THREADS
         || (options->backend == FKV_BACKEND_AUTO && backend == NULL)) {
         backend = fkv_io_threads_open(options, &status);
         if (backend == NULL && uring_status != 0)
-            snprintf(error, error_bytes, "io_uring: %s; threads: %s", strerror(-uring_status),
-                     strerror(-status));
+            snprintf(error, error_bytes, "io_uring: %s; threads: %s", refusal(uring_status),
+                     refusal(status));
         else if (backend == NULL)
-            snprintf(error, error_bytes, "threads: %s", strerror(-status));
+            snprintf(error, error_bytes, "threads: %s", refusal(status));
     }
     return backend;
 }
