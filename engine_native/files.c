@@ -12,7 +12,7 @@
 
 #define INTERRUPTIONS_MAX 16
 
-/* The kernel's statx answer. Its ABI is fixed; C libraries learnt these fields later than kernels. */
+/* The kernel's statx answer. Its ABI is fixed; C libraries learnt these fields after kernels. */
 #define STATX_DIRECT_IO 0x2000u
 typedef struct {
     uint32_t mask;

@@ -1,8 +1,8 @@
 /* pool.c: bounce buffers of two sizes, cut from one arena at start.
  *
  * Invariants
- *  - memory is bounded by the arena: who finds no free buffer waits in the queue of that class, first
- *    come, first served;
+ *  - memory is bounded by the arena: who finds no free buffer waits in the queue of that class,
+ *    first come, first served;
  *  - while someone waits for a class, no buffer of it is free;
  *  - ready() is called without the lock.
  */
@@ -71,7 +71,7 @@ fkv_pool *fkv_pool_new(uint64_t bytes)
         fkv_pool_free(pool);
         return NULL;
     }
-    /* A forked child never reads these; without this, fork would copy what the kernel has pinned. */
+    /* A forked child never reads these; else fork would copy what the kernel has pinned. */
     madvise(pool->base, pool->length, MADV_DONTFORK);
     return pool;
 }
