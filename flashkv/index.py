@@ -83,15 +83,10 @@ class Keys:
         start = int(self.ends[position - 1]) if position else 0
         return self.blob[start : int(self.ends[position])].tobytes()
 
-    @property
-    def starts(self) -> NDArray[np.uint64]:
-        """uint64[N]: where each key begins in the blob."""
-        return self.ends - self.lengths
-
-    @property
-    def lengths(self) -> NDArray[np.uint64]:
-        """uint64[N]: bytes of each key."""
-        return np.diff(self.ends, prepend=np.uint64(0))
+    def starts_lengths(self) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+        """(where each key begins in the blob, its bytes): uint64[N] each."""
+        lengths = np.diff(self.ends, prepend=np.uint64(0))
+        return self.ends - lengths, lengths
 
     def digests(self, space: Any) -> NDArray[np.uint8]:
         """uint8[N, 16]: digests in a keyspace (fkv_keyspace *)."""
@@ -168,7 +163,7 @@ class Index:
     # ---- coming and going ----
 
     def begin_segment(self, segment: int, epoch: int) -> None:
-        """Sets the epoch of a segment's next records. Raises BusyError while it has any, or pins."""
+        """Sets the epoch of the next records. Raises BusyError while the segment has any, or pins."""
         status = lib.fkv_index_begin_segment(self._native, segment, epoch)
         check_native(status, f"segment {segment} can't begin epoch {epoch}")
 
@@ -237,6 +232,11 @@ class Index:
 
     # ---- looking up ----
 
+    @staticmethod
+    def digests(space: Any, keys: Keys) -> NDArray[np.uint8]:
+        """Digests of keys in a keyspace (fkv_keyspace *): uint8[N, 16]."""
+        return keys.digests(space)
+
     def lookup(self, digests: NDArray[np.uint8], *, pin: bool = False) -> NDArray[Any]:
         """Places of blocks: PLACE[N]; record is NONE where there is none. pin: until unpin()."""
         places = np.empty(len(digests), PLACE)
@@ -266,7 +266,12 @@ class Index:
         )
         return found.view(np.bool_)
 
-    def contains_one(self, space: Any) -> Callable[[bytes], bool]:
+    def contains_digests(self, digests: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        """bool[N]: which digests are present."""
+        present: NDArray[np.bool_] = self.lookup(digests)["record"] != NONE
+        return present
+
+    def contains_one_of(self, space: Any) -> Callable[[bytes], bool]:
         """A function that tells whether one key is present: everything but the key is bound once.
 
         It raises KeyFormatError where the key isn't 1 to 255 bytes.
