@@ -292,6 +292,9 @@ uint64_t fkv_encode_namespace(const uint8_t *namespace_digest, const uint8_t *js
                               uint64_t sequence, uint64_t created_ms, uint8_t *buffer, uint64_t room);
 /* Binds a record to its place: the header's checksum, then nothing of it may change. */
 void fkv_record_bind(uint8_t *header, const uint8_t *segment_uuid, uint64_t epoch, uint32_t page);
+/* The same for records at offsets[i] of a buffer, placed at pages[i] of one segment. */
+void fkv_records_bind(uint8_t *buffer, const uint64_t *offsets, const uint32_t *pages, uint64_t count,
+                      const uint8_t *segment_uuid, uint64_t epoch);
 
 /* ---- read: records -> the caller's memory --------------------------------------------------------------- */
 /* One record and its wanted blocks. A block stands at most once among the wants of one fkv_read_record; who wants it

@@ -54,7 +54,7 @@ typedef struct {
 #define FKV_MANIFEST_FREED 3     /* payload: fkv_manifest_segment: all of that epoch is dead */
 #define FKV_MANIFEST_KILL 4      /* payload: fkv_manifest_kill[] */
 #define FKV_MANIFEST_NAMESPACE 5 /* payload: digest[32] and canonical JSON */
-#define FKV_MANIFEST_RETIRED 6   /* payload: digest[32]: the namespace's records are dead */
+#define FKV_MANIFEST_RETIRED 6   /* payload: fkv_manifest_retired */
 
 typedef struct {
     uint32_t crc;                /* of the rest of this structure and the payload, seeded by the store uuid */
@@ -76,6 +76,11 @@ typedef struct {
     uint64_t epoch;
     uint8_t segment_uuid[16];
 } fkv_manifest_segment;
+
+typedef struct {                 /* the namespace's records up to a sequence are dead */
+    uint8_t namespace_digest[32];
+    uint64_t last_sequence;
+} fkv_manifest_retired;
 
 #define FKV_KILL_RECORD 0xFFFF   /* ordinal: the whole record */
 typedef struct {

@@ -57,6 +57,9 @@ AT(fkv_manifest_segment, reserved, 4);
 AT(fkv_manifest_segment, epoch, 8);
 AT(fkv_manifest_segment, segment_uuid, 16);
 
+SIZE(fkv_manifest_retired, 40);
+AT(fkv_manifest_retired, last_sequence, 32);
+
 SIZE(fkv_manifest_kill, 32);
 AT(fkv_manifest_kill, segment, 0);
 AT(fkv_manifest_kill, page, 4);

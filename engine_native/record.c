@@ -28,6 +28,11 @@ void fkv_record_bind(uint8_t *header, const uint8_t *segment_uuid, uint64_t epoc
     h->crc = fkv_header_crc(header, (uint64_t)h->header_pages * FKV_PAGE_BYTES, segment_uuid, epoch, page);
 }
 
+void fkv_records_bind(uint8_t *buffer, const uint64_t *offsets, const uint32_t *pages, uint64_t count,
+                      const uint8_t *segment_uuid, uint64_t epoch) {
+    for (uint64_t i = 0; i < count; i++) fkv_record_bind(buffer + offsets[i], segment_uuid, epoch, pages[i]);
+}
+
 /* ---- geometry --------------------------------------------------------------------------------------------- */
 bool fkv_geometry_valid(const fkv_geometry *g) {
     uint64_t streams = 0, entries = 0;

@@ -243,11 +243,12 @@ def block_statuses(native: NDArray[Any]) -> NDArray[np.uint8]:
     return statuses
 
 
-def damaged_count(native: NDArray[Any]) -> int:
-    """How many native statuses say that stored bytes were wrong."""
+def damaged_mask(native: NDArray[Any]) -> NDArray[np.bool_]:
+    """Which native statuses say that stored bytes were wrong: bool[N]."""
     from flashkv.native import lib
 
-    return int(np.count_nonzero(native == lib.FKV_DAMAGED))
+    mask: NDArray[np.bool_] = native == lib.FKV_DAMAGED
+    return mask
 
 
 def errno_status(result: int) -> BlockStatus:

@@ -97,3 +97,10 @@ def aligned_array(length_bytes: int) -> npt.NDArray[np.uint8]:
         raise MemoryError(f"no {length_bytes} bytes of page-aligned memory")
     owner = ffi.gc(base, lambda memory: lib.fkv_buffer_free(memory, length_bytes), length_bytes)
     return np.frombuffer(ffi.buffer(owner, length_bytes), dtype=np.uint8)
+
+
+def aligned_copy(data: bytes) -> npt.NDArray[np.uint8]:
+    """A copy of the bytes that begins on a page, for direct I/O."""
+    array = aligned_array(max(len(data), 1))
+    array[: len(data)] = np.frombuffer(data, np.uint8)
+    return array[: len(data)]

@@ -1,0 +1,89 @@
+"""flashkv: an embeddable store for LLM KV-cache blocks on flash.
+
+store = flashkv.open("/nvme/kv", capacity="64GiB", geometry=KVGeometry.gqa(32, 8, 128, "bfloat16"))
+blocks = store.namespace(Identity(model="my/model", revision="main"))
+blocks.put(keys, tensors)
+blocks.get(keys, destinations)
+"""
+
+from flashkv.errors import (
+    BackendError,
+    BatchResult,
+    BlockStatus,
+    BusyError,
+    CapacityError,
+    ClosedError,
+    DurabilityError,
+    FlashKVError,
+    ForkedError,
+    FormatError,
+    GeometryError,
+    IdentityError,
+    KeyFormatError,
+    LockedError,
+    MemoryViewError,
+    NotAStoreError,
+    OptionsError,
+    ReadOnlyDestinationError,
+    ReadOnlyStoreError,
+    StoreAccessError,
+    StoreError,
+    SuperblockError,
+)
+from flashkv.geometry import Group, GroupKind, KVGeometry, MemoryView, Plane, Role
+from flashkv.identity import Identity, Shard, weights_fingerprint
+from flashkv.leases import Lease
+from flashkv.memory import Pointers, Regions
+from flashkv.namespace import Match, Namespace
+from flashkv.options import Options
+from flashkv.stats import Stats
+from flashkv.store import Store, open  # noqa: A004
+from flashkv.tickets import Client, Milestone, Ticket
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BackendError",
+    "BatchResult",
+    "BlockStatus",
+    "BusyError",
+    "CapacityError",
+    "Client",
+    "ClosedError",
+    "DurabilityError",
+    "FlashKVError",
+    "ForkedError",
+    "FormatError",
+    "GeometryError",
+    "Group",
+    "GroupKind",
+    "Identity",
+    "IdentityError",
+    "KVGeometry",
+    "KeyFormatError",
+    "Lease",
+    "LockedError",
+    "Match",
+    "MemoryView",
+    "MemoryViewError",
+    "Milestone",
+    "Namespace",
+    "NotAStoreError",
+    "Options",
+    "OptionsError",
+    "Plane",
+    "Pointers",
+    "ReadOnlyDestinationError",
+    "ReadOnlyStoreError",
+    "Regions",
+    "Role",
+    "Shard",
+    "Stats",
+    "Store",
+    "StoreAccessError",
+    "StoreError",
+    "SuperblockError",
+    "Ticket",
+    "open",
+    "weights_fingerprint",
+]

@@ -1,0 +1,157 @@
+"""Blocks in the caller's memory -> coded records in staging buffers. No I/O.
+
+Invariants
+  - one native call codes all records of a slice; nothing here runs per block;
+  - a staging buffer belongs to the write that reads it until that write is released;
+  - staging is bounded: a slice waits for a buffer, and only a record that is larger than all of a buffer gets one of
+    its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashkv import limits
+from flashkv.native import dtype_of, ffi, lib, pointer
+
+ENCODE_BLOCK: Final = dtype_of("fkv_encode_block")
+ENCODE_RECORD: Final = dtype_of("fkv_encode_record")
+CODECS: Final = {"raw": int(lib.FKV_CODEC_RAW), "lossless": int(lib.FKV_CODEC_LOSSLESS)}
+CODEC_NAMES: Final = {number: name for name, number in CODECS.items()}
+STAGING_BUFFERS: Final = 4
+"""One is filled, one is written, and two keep both busy when records differ in size."""
+
+
+class StagingBuffer:
+    """Page-aligned memory; `address` is its first byte."""
+
+    def __init__(self, length: int, *, pooled: bool) -> None:
+        self.length = length
+        self.pooled = pooled
+        self.users = 0  # writes in flight that read it
+        self.base: Any = lib.fkv_buffer_alloc(length)
+        if self.base == ffi.NULL:
+            raise MemoryError(f"no memory for a staging buffer of {length} bytes")
+        self.address = int(ffi.cast("uintptr_t", self.base))
+
+    def free(self) -> None:
+        """Gives the memory back."""
+        if self.base is not None:
+            lib.fkv_buffer_free(self.base, self.length)
+            self.base = None
+
+
+class Staging:
+    """The staging buffers of a store; take() never blocks."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self.buffer_bytes = total_bytes // STAGING_BUFFERS // limits.PAGE_BYTES * limits.PAGE_BYTES
+        self._lock = threading.Lock()
+        self._free: list[StagingBuffer] = []
+        self._made = 0
+        self._own = 0  # oversized ones in use
+
+    def take(self, length: int) -> StagingBuffer | None:
+        """A buffer of at least this length, or None: wait for a write to end."""
+        with self._lock:
+            if length > self.buffer_bytes:
+                if self._own:
+                    return None
+                buffer = StagingBuffer(length, pooled=False)
+                self._own += 1
+                return buffer
+            if self._free:
+                return self._free.pop()
+            if self._made == STAGING_BUFFERS:
+                return None
+            buffer = StagingBuffer(self.buffer_bytes, pooled=True)
+            self._made += 1
+            return buffer
+
+    def give(self, buffer: StagingBuffer) -> None:
+        """No write reads the buffer any more."""
+        with self._lock:
+            if buffer.pooled:
+                self._free.append(buffer)
+            else:
+                self._own -= 1
+                buffer.free()
+
+    @property
+    def in_use(self) -> int:
+        """Buffers that are not free."""
+        return self._made - len(self._free) + self._own
+
+    def close(self) -> None:
+        """Frees all; nothing may be in flight."""
+        with self._lock:
+            for buffer in self._free:
+                buffer.free()
+            self._free.clear()
+            self._made = 0
+
+
+@dataclass(eq=False)
+class EncodeJob:
+    """Everything that coding a put needs. records, blocks: rows of ENCODE_RECORD and ENCODE_BLOCK."""
+
+    geometry: Any
+    view: Any
+    namespace_digest: bytes
+    shard: bytes
+    keys: NDArray[np.uint8]
+    parents: NDArray[np.uint8] | None
+    pointers: NDArray[np.uint64]
+    blocks: NDArray[Any]
+    records: NDArray[Any]
+    created_ms: int
+    keepalive: Any = None
+
+    def _batch(self, records: NDArray[Any], base: Any) -> Any:
+        batch = ffi.new("fkv_encode_batch *")
+        batch.geometry = self.geometry
+        batch.view = self.view
+        self._held = (
+            ffi.from_buffer("uint8_t[]", self.namespace_digest),
+            ffi.from_buffer("uint8_t[]", self.shard),
+        )
+        batch.namespace_digest, batch.shard = self._held
+        batch.keys = pointer(self.keys, "uint8_t *")
+        batch.parents = pointer(self.parents, "uint8_t *")
+        batch.pointers = pointer(self.pointers, "uint64_t *")
+        batch.blocks = pointer(self.blocks, "fkv_encode_block *")
+        batch.records = pointer(records, "fkv_encode_record *")
+        batch.record_count = len(records)
+        batch.created_ms = self.created_ms
+        batch.buffer = base
+        return batch
+
+    def bounds(self) -> NDArray[np.uint64]:
+        """Staging bytes that each record can need: uint64[records]."""
+        bounds = np.zeros(len(self.records), np.uint64)
+        lib.fkv_encode_bounds(self._batch(self.records, ffi.NULL), pointer(bounds, "uint64_t *"))
+        return bounds
+
+    def slices(
+        self, bounds: NDArray[np.uint64], buffer_bytes: int
+    ) -> Iterator[tuple[int, int, int]]:
+        """(first record, end, staging bytes) of slices that fit a buffer, or are a single record."""
+        ends = np.cumsum(bounds, dtype=np.int64)
+        first, before = 0, 0
+        while first < len(bounds):
+            end = max(int(np.searchsorted(ends, before + buffer_bytes, "right")), first + 1)
+            yield first, end, int(ends[end - 1]) - before
+            first, before = end, int(ends[end - 1])
+
+    def encode(
+        self, engine: Any, records: NDArray[Any], bounds: NDArray[np.uint64], buffer: StagingBuffer
+    ) -> None:
+        """Codes the records (a slice of self.records) into the buffer; their rows receive the results."""
+        records["buffer_offset"] = np.cumsum(bounds) - bounds
+        lib.fkv_encode(engine, self._batch(records, buffer.base))

@@ -1,0 +1,377 @@
+"""Namespace: the batch operations of one identity and shard.
+
+Invariants
+  - arguments are checked before anything changes: a call that raises has stored, deleted and read nothing;
+  - a block counts as stored (OK) once it is captured; PRESENT ones were there before;
+  - the work per block is array arithmetic and a handful of native calls, however many blocks a batch has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashkv import limits, records
+from flashkv.codec import CODECS, ENCODE_BLOCK, ENCODE_RECORD, EncodeJob
+from flashkv.errors import BatchResult, BlockStatus, KeyFormatError, MemoryViewError, OptionsError
+from flashkv.geometry import KVGeometry, MemoryView
+from flashkv.identity import Identity, Shard, keyspace, token_keys
+from flashkv.index import NONE, Keys
+from flashkv.layout import Selection
+from flashkv.leases import Lease
+from flashkv.memory import BlockMemory, block_memory, token_counts
+from flashkv.segment_reader import ReadRequest
+from flashkv.segment_writer import PutRows
+
+if TYPE_CHECKING:
+    from flashkv.store import Store
+
+KeyBatch = Sequence[bytes] | NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Match:
+    """How many leading keys are present, and the lease that holds them, if one was asked for and granted."""
+
+    count: int
+    lease: Lease | None = None
+
+
+class Namespace:
+    """Blocks of one identity (and shard). Made by Store.namespace(); safe for all threads."""
+
+    def __init__(
+        self, store: Store, identity: Identity, shard: Shard, namespace_id: int, digest: bytes
+    ) -> None:
+        assert identity.geometry is not None
+        self.identity = identity
+        self.shard = shard
+        self.digest = digest
+        self.geometry: KVGeometry = identity.geometry.slice(shard)
+        self._store = store
+        self._shard_bytes = shard.encode()
+        self._id = namespace_id
+        self._space = keyspace(digest, shard, namespace_id, store.digest_bytes)
+        self._has = store.index.contains_one_of(self._space)
+
+    # ---- looking ----
+
+    def contains(self, keys: KeyBatch) -> NDArray[np.bool_]:
+        """Which keys are present: bool[N]. A promise only under a lease: eviction may come between."""
+        self._store.check_open()
+        packed = Keys.pack(keys)
+        self._store.counters.lookups += len(packed)
+        return self._store.index.contains(self._space, packed)
+
+    def contains_one(self, key: bytes) -> bool:
+        """Whether one key is present; for engines that ask key by key."""
+        self._store.check_open()
+        return self._has(key)
+
+    def match(self, keys: KeyBatch, *, lease_ms: int | None = None) -> Match:
+        """How many leading keys are present.
+
+        lease_ms: hold them for so long, or until the lease is released; Match.lease is None where nothing matched or a
+        limit on leases was reached. Raises OptionsError for a time beyond Options.max_lease_ms.
+        """
+        self._store.check_open()
+        longest = self._store.options.max_lease_ms
+        if lease_ms is not None and not 1 <= lease_ms <= longest:
+            raise OptionsError("lease_ms is out of range", value=lease_ms, limit=f"1 to {longest}")
+        packed = Keys.pack(keys)
+        self._store.counters.lookups += len(packed)
+        pin = lease_ms is not None
+        count, segments = self._store.index.match(self._space, packed, pin=pin)
+        if lease_ms is None or not count:
+            return Match(count)
+        return Match(count, self._store.take_lease(segments, lease_ms))
+
+    # ---- putting ----
+
+    def put(
+        self,
+        keys: KeyBatch,
+        data: Any,
+        *,
+        view: MemoryView | None = None,
+        group: int | str = 0,
+        tokens: Any = None,
+        parents: KeyBatch | None = None,
+        position: int | None = None,
+        replace: bool = False,
+    ) -> BatchResult:
+        """Stores blocks; returns once they are captured: the source is free, and this process sees them.
+
+        keys      N keys of 1 to 255 bytes: bytes, or uint8[N, length].
+        data      the blocks' memory, see flashkv.memory.block_memory; view: its axes, default [layer, plane, head,
+                  token, dim].
+        tokens    tokens of each block where not all are full: an int, or int[N].
+        parents   key of the block before each (empty for none); position: of the first block's first token.
+        replace   store blocks whose keys are present too; else they are PRESENT and skipped.
+        Statuses: OK, PRESENT, DUPLICATE, BLOCK_TOO_LARGE, NO_SPACE, BUSY. Raises KeyFormatError, MemoryViewError,
+        ReadOnlyStoreError, ClosedError.
+        """
+        store = self._store
+        store.check_writable()
+        packed = Keys.pack(keys)
+        if parents is not None and len(parents) != len(packed):
+            raise KeyFormatError(
+                "parents must name one key a block", value=len(parents), limit=len(packed)
+            )
+        if position is not None and not 0 <= position < 1 << 62:
+            raise MemoryViewError("position must be a token's place", value=position)
+        number = self.geometry.group_index(group)
+        memory = block_memory(
+            data, len(packed), self.geometry, group=number, view=view, block_tokens=_room(tokens)
+        )
+        counts = token_counts(tokens, len(packed), memory.block_tokens)
+        packed_parents = Keys.pack(parents, allow_empty=True) if parents is not None else None
+        if not len(packed):
+            return BatchResult(np.zeros(0, np.uint8))
+        sizes = counts.astype(np.int64) * self.geometry.token_bytes(number)
+        digests = packed.digests(self._space)
+        with store.writer_lock:
+            store.check_writable()
+            statuses = self._skip(digests, packed, sizes, replace=replace)
+            plan = records.plan(
+                statuses == BlockStatus.OK,
+                counts,
+                sizes,
+                position,
+                store.record_limits(self.geometry, number),
+            )
+            if len(plan):
+                job = self._job(packed, packed_parents, memory, counts, plan, number)
+                self._store_records(job, plan, digests, statuses)
+        store.counters_put(statuses, sizes)
+        return BatchResult(statuses)
+
+    def _skip(
+        self, digests: NDArray[np.uint8], keys: Keys, sizes: NDArray[np.int64], *, replace: bool
+    ) -> NDArray[np.uint8]:
+        """BlockStatus of each block before any work; OK: to be stored."""
+        statuses = np.full(len(keys), BlockStatus.OK, np.uint8)
+        statuses[sizes > self._store.block_bytes_max] = BlockStatus.BLOCK_TOO_LARGE
+        if not replace:
+            statuses[self._store.index.contains_digests(digests)] = BlockStatus.PRESENT
+        if len(keys) > 1:
+            whole = np.ascontiguousarray(digests).view("V16").ravel()
+            _, first = np.unique(whole, return_index=True)
+            if len(first) < len(keys):
+                again = np.ones(len(keys), np.bool_)
+                again[first] = False
+                statuses[again] = self._repeated(keys, np.flatnonzero(again), statuses)
+        return statuses
+
+    def _repeated(
+        self, keys: Keys, rows: NDArray[np.int64], statuses: NDArray[np.uint8]
+    ) -> NDArray[np.uint8]:
+        """DUPLICATE for a key that came before in the batch. Two keys under one digest: the later wins, as ever."""
+        seen: dict[bytes, int] = {}
+        for row in range(len(keys)):
+            seen.setdefault(keys[row], row)
+        return np.array(
+            [BlockStatus.DUPLICATE if seen[keys[row]] != row else statuses[row] for row in rows],
+            np.uint8,
+        )
+
+    def _job(
+        self,
+        keys: Keys,
+        parents: Keys | None,
+        memory: BlockMemory,
+        counts: NDArray[np.uint16],
+        plan: records.RecordPlan,
+        group: int,
+    ) -> EncodeJob:
+        rows = plan.rows
+        blocks = np.zeros(len(rows), ENCODE_BLOCK)
+        starts, lengths = keys.starts_lengths()
+        blocks["key_offset"], blocks["key_bytes"] = starts[rows], lengths[rows]
+        if parents is not None:
+            starts, lengths = parents.starts_lengths()
+            blocks["parent_offset"], blocks["parent_bytes"] = starts[rows], lengths[rows]
+        blocks["source"] = rows
+        blocks["tokens"] = counts[rows]
+        table = np.zeros(len(plan), ENCODE_RECORD)
+        table["first_block"] = plan.first
+        table["block_count"] = plan.count
+        table["start_token"] = plan.start_token
+        table["codec"] = CODECS[self._store.options.codec]
+        return EncodeJob(
+            geometry=self.geometry.native(group),
+            view=memory.view.pointer,
+            namespace_digest=self.digest,
+            shard=self._shard_bytes,
+            keys=keys.blob,
+            parents=parents.blob if parents is not None else None,
+            pointers=memory.pointers,
+            blocks=blocks,
+            records=table,
+            created_ms=self._store.clock_ms(),
+            keepalive=(memory, keys, parents),
+        )
+
+    def _store_records(
+        self,
+        job: EncodeJob,
+        plan: records.RecordPlan,
+        digests: NDArray[np.uint8],
+        statuses: NDArray[np.uint8],
+    ) -> None:
+        """Hands the job to the writer and spreads the records' statuses over their blocks."""
+        put_rows = PutRows(
+            digests=digests[plan.rows],
+            namespace_digest=self.digest,
+            namespace_json=self._store.register(self),
+            namespace_id=self._id,
+        )
+        of_record = self._store.writer.put(job, put_rows)
+        statuses[plan.rows] = np.repeat(of_record, plan.count)
+
+    # ---- getting ----
+
+    def get(
+        self,
+        keys: KeyBatch,
+        out: Any,
+        *,
+        view: MemoryView | None = None,
+        group: int | str = 0,
+        layers: Sequence[int] | None = None,
+        heads: Sequence[int] | None = None,
+        token_range: tuple[int, int] | None = None,
+    ) -> BatchResult:
+        """Reads blocks into the caller's memory; only the pages that are needed.
+
+        out          N blocks of memory, as data of put; where a status isn't OK its content is undefined.
+        layers, heads  numbers of those that are wanted; the memory then holds just these, in this order.
+        token_range  (start, stop) within each block; the memory's token axis begins at start.
+        Statuses: OK, MISS, IO_ERROR, BUSY. Raises KeyFormatError, MemoryViewError, ReadOnlyDestinationError,
+        ClosedError.
+        """
+        store = self._store
+        store.check_open()
+        packed = Keys.pack(keys)
+        number = self.geometry.group_index(group)
+        first, count = _token_range(token_range)
+        memory = block_memory(
+            out,
+            len(packed),
+            self.geometry,
+            group=number,
+            view=view,
+            block_tokens=count or None,
+            selection=Selection(_numbers(layers), _numbers(heads)),
+            destination=True,
+        )
+        if not len(packed):
+            return BatchResult(np.zeros(0, np.uint8))
+        digests = packed.digests(self._space)
+        places = store.index.lookup(digests, pin=True)
+        self._refuse(places, number, memory.block_tokens, first, count)
+        request = ReadRequest(
+            geometry=self.geometry.native(number),
+            view=memory.view.pointer,
+            namespace_digest=self.digest,
+            shard=self._shard_bytes,
+            keys=packed.blob,
+            key_ends=packed.ends,
+            places=places,
+            pointers=memory.pointers,
+            first_token=first,
+            token_count=count,
+        )
+        statuses = store.reader.read(request, digests)
+        ok = statuses == BlockStatus.OK
+        memory.finish(ok)
+        store.counters_get(statuses, places["tokens"][ok], memory.view.group.token_bytes, count)
+        return BatchResult(statuses)
+
+    def _refuse(self, places: NDArray[Any], group: int, room: int, first: int, count: int) -> None:
+        """Places that can't be read into this memory become absent, or are an error of the caller's."""
+        found = places["record"] != NONE
+        tokens = places["tokens"].astype(np.int64)
+        wanted = np.full(len(places), count) if count else tokens - first
+        other = found & ((places["group"] != group) | (wanted < 1) | (first + wanted > tokens))
+        small = found & ~other & (wanted > room)
+        if small.any():
+            self._store.index.unpin(np.ascontiguousarray(places["segment"]))
+            row = int(np.flatnonzero(small)[0])
+            raise MemoryViewError(
+                f"block {row} of the batch doesn't fit the destination",
+                value=f"{int(wanted[row])} tokens",
+                limit=f"{room} tokens a block",
+                advice="give memory for the block's tokens, or a token_range",
+            )
+        if other.any():
+            self._store.index.unpin(np.ascontiguousarray(places["segment"][other]))
+            places["record"][other] = NONE
+            places["segment"][other] = NONE
+
+    # ---- ending ----
+
+    def delete(self, keys: KeyBatch) -> BatchResult:
+        """Deletes blocks, durably: OK or MISS of each. Raises KeyFormatError, ReadOnlyStoreError, StoreError."""
+        store = self._store
+        store.check_writable()
+        packed = Keys.pack(keys)
+        digests = packed.digests(self._space)
+        with store.writer_lock:
+            store.check_writable()
+            found = store.index.contains_digests(digests)
+            dropped = store.index.remove(digests)
+            store.kill(dropped)
+        store.counters.deleted_blocks += len(dropped)
+        return BatchResult(np.where(found, BlockStatus.OK, BlockStatus.MISS).astype(np.uint8))
+
+    def rotate(self) -> int:
+        """Retires all that was stored under this identity, in every shard, durably; returns the blocks dropped.
+
+        For weights that were updated in place: what is stored from now on counts again.
+        """
+        return self._store.retire(self)
+
+    def token_keys(
+        self,
+        token_ids: Sequence[int] | NDArray[Any],
+        *,
+        block_tokens: int = 64,
+        salt: bytes = b"",
+        extra: bytes = b"",
+    ) -> NDArray[np.uint8]:
+        """Keys of a token sequence's blocks, flashkv's own chain: uint8[ceil(tokens / block_tokens), 32]."""
+        return token_keys(self.digest, token_ids, block_tokens, salt, extra)
+
+    def __repr__(self) -> str:
+        return f"Namespace({self.identity.model!r}, {self.digest.hex()[:16]})"
+
+
+def _room(tokens: Any) -> int | None:
+    """Tokens that a block has room for, where only the counts tell."""
+    if tokens is None:
+        return None
+    counts = np.asarray(tokens)
+    return int(counts.max()) if counts.size and counts.dtype.kind in "iu" else None
+
+
+def _numbers(numbers: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if numbers is None else tuple(int(number) for number in numbers)
+
+
+def _token_range(token_range: tuple[int, int] | None) -> tuple[int, int]:
+    """(first token, count); count 0: to the end."""
+    if token_range is None:
+        return 0, 0
+    start, stop = (int(token) for token in token_range)
+    if not 0 <= start < stop <= limits.BLOCK_TOKENS_MAX:
+        raise MemoryViewError(
+            "token_range is no range",
+            value=token_range,
+            limit=f"0 <= start < stop <= {limits.BLOCK_TOKENS_MAX}",
+        )
+    return start, stop - start

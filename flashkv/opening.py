@@ -1,0 +1,243 @@
+"""From a path to a running store: folder, lock, superblocks, manifest, recovery.
+
+Invariants
+  - a shard has one writer: an flock on its lock file, and a registry for handles of the same process;
+  - nothing is changed before the lock is held and the store was found to be one that this build may write;
+  - a read-only open takes no lock, writes nothing and tolerates a writer that goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from flashkv.blockio import BlockIO
+from flashkv.errors import (
+    CapacityError,
+    FormatError,
+    GeometryError,
+    LockedError,
+    NotAStoreError,
+    StoreAccessError,
+    SuperblockError,
+)
+from flashkv.geometry import KVGeometry
+from flashkv.manifest import (
+    SEGMENTS,
+    SUPERBLOCKS,
+    Manifest,
+    ManifestState,
+    Superblock,
+    new_uuid,
+    read_state,
+    read_superblock,
+)
+from flashkv.options import Options, parse_bytes
+from flashkv.space import choose_segment_bytes, default_capacity
+
+SHARD: Final = Path("shards") / "0"
+READ_TRIES: Final = 5
+"""A writer may replace the manifest between two reads of a read-only open."""
+
+_registry_lock = threading.Lock()
+_open_shards: set[str] = set()
+
+
+class ShardLock:
+    """The right to write a shard; given back by release(), or by the end of the process."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises LockedError."""
+        self._name = os.path.realpath(folder)
+        with _registry_lock:
+            if self._name in _open_shards:
+                raise LockedError(
+                    f"{folder} is open for writing in this process",
+                    advice="close that handle first",
+                )
+            self._fd = os.open(
+                folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644
+            )
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(self._fd)
+                raise LockedError(
+                    f"{folder} is open for writing in another process",
+                    advice="close it there, or open with read_only=True",
+                ) from None
+            _open_shards.add(self._name)
+
+    def release(self) -> None:
+        """Gives the lock back."""
+        with _registry_lock:
+            _open_shards.discard(self._name)
+            os.close(self._fd)
+
+    def forget(self) -> None:
+        """In a forked child: the lock stays the parent's."""
+        _open_shards.discard(self._name)
+        os.close(self._fd)
+
+
+@contextmanager
+def access_errors(path: Path) -> Iterator[None]:
+    """Turns what the operating system refuses into errors that say what to do."""
+    try:
+        yield
+    except (LockedError, StoreAccessError, NotAStoreError):
+        raise
+    except PermissionError as error:
+        raise StoreAccessError(
+            f"no permission for {error.filename or path}",
+            advice="run as the store's owner, or choose a folder of yours",
+        ) from error
+    except (NotADirectoryError, FileExistsError) as error:
+        raise NotAStoreError(
+            f"{error.filename or path} is not a folder", advice="give the path of a folder"
+        ) from error
+
+
+def prepare_folder(path: Path, *, read_only: bool) -> Path:
+    """The shard's folder, made where it is missing. Raises NotAStoreError, StoreAccessError."""
+    with access_errors(path):
+        if path.exists() and not path.is_dir():
+            raise NotAStoreError(
+                f"{path} is a file, not a folder", advice="give the path of a folder"
+            )
+        folder = path / SHARD
+        if read_only:
+            if not folder.is_dir():
+                raise NotAStoreError(
+                    f"{path} holds no flashkv store", advice="open it for writing once to make one"
+                )
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise StoreAccessError(f"no permission to write {folder}")
+        return folder
+
+
+def is_new(folder: Path) -> bool:
+    """No store yet, or one whose creation never came to its first superblock."""
+    if any((folder / name).exists() for name in SUPERBLOCKS):
+        return False
+    segments = folder / SEGMENTS
+    if segments.is_dir() and any(segments.iterdir()):
+        return False
+    return (
+        not any(folder.glob("manifest-*.log"))
+        or not segments.is_dir()
+        or not any(segments.iterdir())
+    )
+
+
+def create(
+    folder: Path,
+    path: Path,
+    capacity: int | str | None,
+    geometry: KVGeometry | None,
+    options: Options,
+    now_ms: int,
+) -> Manifest:
+    """A new, empty shard. Raises GeometryError, CapacityError, StoreError."""
+    if geometry is None:
+        raise GeometryError(
+            f"{path} holds no store yet, and no geometry was given",
+            advice="pass geometry=KVGeometry.gqa(layers, kv_heads, head_dim, dtype), .mla(...) or .opaque(bytes)",
+        )
+    capacity_bytes = given_capacity(capacity) or default_capacity(path)
+    largest = max(tokens for _, tokens in options.growth)
+    asked = None if options.segment_bytes is None else int(options.segment_bytes)
+    segment_bytes = choose_segment_bytes(capacity_bytes, geometry, asked, largest)
+    for left in (folder / SEGMENTS, *folder.glob("manifest-*.log")):
+        if left.is_dir():
+            left.rmdir()
+        else:
+            left.unlink(missing_ok=True)
+    block = Superblock(
+        store_uuid=new_uuid(),
+        segment_bytes=segment_bytes,
+        capacity_bytes=capacity_bytes,
+        geometry_json=geometry.to_json(),
+        created_ms=now_ms,
+    )
+    return Manifest.create(folder, block)
+
+
+def given_capacity(capacity: int | str | None) -> int | None:
+    """Bytes of a capacity argument. Raises OptionsError, CapacityError."""
+    if capacity is None:
+        return None
+    size = parse_bytes(capacity, "capacity")
+    if size < 1:
+        raise CapacityError("the capacity must be positive", value=size)
+    return size
+
+
+def stored_geometry(block: Superblock, given: KVGeometry | None, path: Path) -> KVGeometry:
+    """The store's geometry. Raises GeometryError where another one was asked for."""
+    try:
+        stored = KVGeometry.from_json(block.geometry_json)
+    except ValueError as error:
+        raise FormatError(f"the geometry in {path}'s superblock can't be read: {error}") from error
+    if given is not None and given != stored:
+        raise GeometryError(
+            f"{path} was made for another geometry",
+            value=given.to_json().decode(),
+            limit=block.geometry_json.decode(),
+            advice="open it without geometry, or use another folder",
+        )
+    return stored
+
+
+def load_manifest(folder: Path) -> tuple[Superblock, ManifestState, bool]:
+    """Superblock, state and whether the log was whole, for a reader beside a writer or a writer's own open."""
+    for attempt in range(READ_TRIES):
+        block = read_superblock(folder)
+        state, found = read_state(folder, block)
+        if found or attempt == READ_TRIES - 1:
+            return block, state, found
+        time.sleep(0.01)
+    raise SuperblockError(f"{folder} changes all the time")  # pragma: no cover
+
+
+def open_io(folder: Path, options: Options, *, read_only: bool) -> BlockIO:
+    """The I/O engine for the shard. Raises BackendError."""
+    probe = next((folder / name for name in SUPERBLOCKS if (folder / name).exists()), None)
+    return BlockIO(
+        folder,
+        backend=options.backend,
+        queue_depth=options.queue_depth,
+        workers=options.workers,
+        io_threads=options.io_threads,
+        retries=options.retries,
+        read_buffer_bytes=int(options.read_buffer_bytes),
+        header_cache_bytes=int(options.header_cache_bytes),
+        direct_io=options.direct_io,
+        probe_file=probe if read_only else None,
+    )
+
+
+def begin_log(
+    folder: Path, block: Superblock, state: ManifestState, capacity_bytes: int
+) -> Manifest:
+    """A writer's own log: the state, compacted, with the present capacity."""
+    manifest = Manifest(folder, replace(block, capacity_bytes=capacity_bytes), state)
+    manifest.checkpoint()
+    return manifest
+
+
+Clock = Callable[[], int]
+
+
+def now_ms() -> int:
+    """Milliseconds since 1970."""
+    return time.time_ns() // 1_000_000

@@ -1,0 +1,296 @@
+"""Opening: what the segment files hold -> segments and index.
+
+Invariants
+  - nothing is believed that its checksums don't bear out: a sealed segment's directory, else every page of every
+    record;
+  - of two versions of a block the higher sequence wins, kills hide what they name, and nothing else decides: free
+    space, usage and index are derived, never stored;
+  - damage costs what it hit: a bad directory is replaced by a scan, a bad record by none.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashkv import directory, limits
+from flashkv.blockio import BlockIO, aligned_array
+from flashkv.errors import StoreError
+from flashkv.index import Index
+from flashkv.manifest import KILL, SEGMENTS, ManifestState
+from flashkv.native import dtype_of, ffi, lib
+from flashkv.segments import (
+    DIR_BLOCK,
+    DIR_RECORD,
+    FIRST_PAGE,
+    Segment,
+    SegmentHeader,
+    Segments,
+    SegmentState,
+    decode_header,
+)
+
+SCAN_RECORD: Final = dtype_of("fkv_scan_record")
+_NAME: Final = re.compile(r"(\d{8})\.seg")
+
+
+@dataclass
+class RecoveryReport:
+    """What an open found."""
+
+    sealed_segments: int = 0
+    scanned_segments: int = 0
+    scanned_bytes: int = 0
+    damaged_records: int = 0
+    damaged_directories: int = 0
+    unreadable_pages: int = 0
+    blocks: int = 0
+    last_sequence: int = 0
+    manifest_rebuilt: bool = False
+    dropped: list[NDArray[Any]] = field(default_factory=list)  # superseded blocks: fkv_dropped rows
+
+
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """Rows of a segment, however they were found."""
+
+    records: NDArray[Any]
+    blocks: NDArray[Any]
+    namespaces: list[bytes]
+    next_page: int
+
+
+class Recovery:
+    """One pass over a shard's segment files; fills segments and index."""
+
+    def __init__(
+        self,
+        segments: Segments,
+        index: Index,
+        io: BlockIO,
+        state: ManifestState,
+        namespace_ids: dict[bytes, int],
+        *,
+        writable: bool,
+    ) -> None:
+        """namespace_ids: digest -> in-memory number; grows as namespaces are met."""
+        self.report = RecoveryReport()
+        self._segments = segments
+        self._index = index
+        self._io = io
+        self._state = state
+        self._namespace_ids = namespace_ids
+        self._writable = writable
+
+    def run(self) -> RecoveryReport:
+        """Opens every segment file. Raises StoreError where one can't be opened at all."""
+        unsealed: list[Segment] = []
+        for number, path in segment_files(self._segments.folder):
+            segment = self._segments.add(number)
+            try:
+                self._segments.open_file(segment, writable=self._writable)
+            except OSError as error:
+                raise StoreError(f"can't open {path}: {error}") from error
+            header = self._header(segment)
+            if header is None or not self._live(segment, header):
+                self._segments.publish(segment)
+                continue
+            if self._load(segment, path):
+                unsealed.append(segment)
+        self._choose_open(unsealed)
+        self.report.blocks = int(self._index.totals().blocks)
+        return self.report
+
+    # ---- one segment ----
+
+    def _header(self, segment: Segment) -> SegmentHeader | None:
+        page = aligned_array(limits.PAGE_BYTES)
+        if self._io.read(segment.fd, page, 0) != 0:
+            return None
+        header = decode_header(page.tobytes())
+        if header is None or header.segment != segment.number:
+            return None
+        if header.store_uuid != self._segments.store_uuid:
+            return None
+        segment.uuid = header.segment_uuid
+        return header
+
+    def _live(self, segment: Segment, header: SegmentHeader) -> bool:
+        """Whether the contents count: the log may say that this epoch ended, or that another began."""
+        known = self._state.epochs.get(segment.number, 0)
+        segment.epoch = max(known, header.epoch)
+        segment.first_sequence = header.first_sequence
+        segment.created_ms = header.created_ms
+        freed = segment.number in self._state.freed and known == header.epoch
+        if header.epoch < known or freed:
+            return False
+        if header.epoch > known:  # the log was lost, not the segment
+            self._state.opened(segment.number, header.epoch, header.segment_uuid)
+        return True
+
+    def _load(self, segment: Segment, path: Path) -> bool:
+        """Fills the index from one live segment; True if it has no directory and may be filled on."""
+        found = self._sealed(segment)
+        sealed = found is not None
+        if found is None:
+            found = self._scanned(segment, path)
+        found = _without_retired(found, self._state.retired)
+        self._index.begin_segment(segment.number, segment.epoch)
+        kills = _matching_kills(self._state.kills_of(segment.number), found.records)
+        ids = np.array([self._namespace_id(digest) for digest in found.namespaces], np.uint32)
+        dropped = self._index.add(segment.number, found.records, found.blocks, ids, kills)
+        if len(dropped):
+            self.report.dropped.append(dropped)
+        if len(found.records):
+            self.report.last_sequence = max(
+                self.report.last_sequence, int(found.records["sequence"].max())
+            )
+        if len(kills):
+            self.report.last_sequence = max(self.report.last_sequence, int(kills["sequence"].max()))
+        segment.next_page = found.next_page
+        segment.state = SegmentState.SEALED if sealed else SegmentState.CLOSED
+        self._segments.publish(segment)
+        if not sealed:
+            segment.records, segment.blocks = [found.records], [found.blocks]
+            segment.namespaces = list(found.namespaces)
+        return not sealed
+
+    def _sealed(self, segment: Segment) -> Contents | None:
+        page = aligned_array(limits.PAGE_BYTES)
+        size = self._segments.segment_bytes
+        if self._io.read(segment.fd, page, size - limits.PAGE_BYTES) != 0:
+            return None
+        footer = directory.decode_footer(page.tobytes(), segment.uuid, segment.epoch, size)
+        if footer is None:
+            return None
+        first, end = footer.span()
+        data = aligned_array(max(end - first, limits.PAGE_BYTES))
+        rows = None
+        if self._io.read(segment.fd, data, first) == 0:
+            rows = directory.decode(footer, data.data, first)
+        if rows is None:
+            self.report.damaged_directories += 1
+            return None
+        self.report.sealed_segments += 1
+        self.report.last_sequence = max(self.report.last_sequence, footer.last_sequence)
+        return Contents(rows.records, rows.blocks, rows.namespaces, first // limits.PAGE_BYTES)
+
+    def _scanned(self, segment: Segment, path: Path) -> Contents:
+        end_page = min(segment.end_page, path.stat().st_size // limits.PAGE_BYTES)
+        contents, damaged, unreadable = scan(
+            self._io, segment, FIRST_PAGE, max(end_page, FIRST_PAGE), verify=True
+        )
+        self.report.scanned_segments += 1
+        self.report.scanned_bytes += (contents.next_page - FIRST_PAGE) * limits.PAGE_BYTES
+        self.report.damaged_records += damaged
+        self.report.unreadable_pages += unreadable
+        return contents
+
+    def _namespace_id(self, digest: bytes) -> int:
+        return self._namespace_ids.setdefault(digest, len(self._namespace_ids))
+
+    def _choose_open(self, unsealed: list[Segment]) -> None:
+        """The newest segment without a directory is filled on; the others stay as they are."""
+        if not (self._writable and unsealed):
+            return
+        newest = max(unsealed, key=lambda segment: segment.first_sequence)
+        newest.state = SegmentState.OPEN
+        newest.unsynced = True  # what was found there need not be durable yet
+        for segment in unsealed:
+            if segment is not newest:
+                segment.unsynced = True
+                segment.records, segment.blocks = [], []
+
+
+def scan(
+    io: BlockIO, segment: Segment, first_page: int, end_page: int, *, verify: bool
+) -> tuple[Contents, int, int]:
+    """Data records that the pages really hold: (contents, damaged records, unreadable pages)."""
+    found, damaged, unreadable = scan_records(io, segment, first_page, end_page, verify=verify)
+    handle_records, blocks, namespaces, next_page = found
+    data = handle_records["kind"] == lib.FKV_KIND_DATA
+    records = np.ascontiguousarray(handle_records["row"][data])
+    return Contents(records, blocks, namespaces, next_page), damaged, unreadable
+
+
+def scan_records(
+    io: BlockIO, segment: Segment, first_page: int, end_page: int, *, verify: bool
+) -> tuple[tuple[NDArray[Any], NDArray[Any], list[bytes], int], int, int]:
+    """As scan(), with every record as fkv_scan_record, those of namespaces too."""
+    status = ffi.new("int32_t *")
+    uuid = ffi.from_buffer("uint8_t[]", segment.uuid)
+    flags = lib.FKV_SCAN_VERIFY_PAGES if verify else 0
+    handle = lib.fkv_scan_segment(
+        io.engine, segment.fd, uuid, segment.epoch, first_page, end_page, flags, status
+    )
+    if handle == ffi.NULL:
+        raise MemoryError(f"no memory to scan segment {segment.number}")
+    try:
+        records = _copy(
+            lib.fkv_scan_records(handle), lib.fkv_scan_record_count(handle), SCAN_RECORD
+        )
+        blocks = _copy(lib.fkv_scan_blocks(handle), lib.fkv_scan_block_count(handle), DIR_BLOCK)
+        count = int(lib.fkv_scan_namespace_count(handle))
+        names = bytes(ffi.buffer(lib.fkv_scan_namespaces(handle), 32 * count)) if count else b""
+        damaged, unreadable = lib.fkv_scan_damaged(handle), lib.fkv_scan_unreadable(handle)
+        next_page = int(lib.fkv_scan_end_page(handle))
+    finally:
+        lib.fkv_scan_free(handle)
+    namespaces = [names[at : at + 32] for at in range(0, len(names), 32)]
+    return (records, blocks, namespaces, next_page), int(damaged), int(unreadable)
+
+
+def segment_files(folder: Path) -> list[tuple[int, Path]]:
+    """(number, path) of every segment file, by number."""
+    found = []
+    for path in (folder / SEGMENTS).iterdir():
+        match = _NAME.fullmatch(path.name)
+        if match and path.is_file() and not path.is_symlink():
+            found.append((int(match.group(1)), path))
+    return sorted(found)
+
+
+def _without_retired(found: Contents, retired: dict[bytes, int]) -> Contents:
+    """The rows whose namespace was not retired after they were written."""
+    ends = np.array([retired.get(digest, 0) for digest in found.namespaces] + [0], np.uint64)
+    dead = found.records["sequence"] <= ends[found.records["namespace_ordinal"]]
+    if not dead.any():
+        return found
+    alive = ~dead
+    blocks = found.blocks[np.repeat(alive, found.records["block_count"])]
+    return Contents(found.records[alive], blocks, found.namespaces, found.next_page)
+
+
+def _matching_kills(kills: NDArray[Any], records: NDArray[Any]) -> NDArray[Any]:
+    """Kills whose record lies where they say. After a crash its place may hold another record."""
+    if not len(kills) or not len(records):
+        return np.zeros(0, KILL)
+    order = np.argsort(records["page"], kind="stable")
+    pages = records["page"][order]
+    at = np.minimum(np.searchsorted(pages, kills["page"]), len(pages) - 1)
+    row = order[at]
+    same = (records["page"][row] == kills["page"]) & (records["sequence"][row] == kills["sequence"])
+    kept = kills[same]
+    return kept[np.lexsort((kept["ordinal"], kept["page"]))]
+
+
+def _copy(data: Any, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    if not count:
+        return np.zeros(0, dtype)
+    return np.frombuffer(ffi.buffer(data, int(count) * dtype.itemsize), dtype).copy()
+
+
+__all__ = [
+    "DIR_RECORD",
+    "Contents",
+    "Recovery",
+    "RecoveryReport",
+    "scan",
+    "scan_records",
+    "segment_files",
+]

@@ -1,0 +1,176 @@
+"""Places of blocks -> the caller's memory: one native call reads, checks, decodes and scatters a batch.
+
+Invariants
+  - the places that come in hold pins on their segments; they are given back here, whatever happens;
+  - a block whose write is still on its way is read once that write has ended;
+  - a block that proves damaged leaves the index, so that the next lookup is a plain miss, and is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashkv import limits
+from flashkv.blockio import BlockIO
+from flashkv.errors import block_statuses, damaged_mask
+from flashkv.index import NONE, Index
+from flashkv.native import address, dtype_of, ffi, lib, pointer
+from flashkv.segments import Segments
+
+READ_RECORD: Final = dtype_of("fkv_read_record")
+READ_WANT: Final = dtype_of("fkv_read_want")
+
+
+@dataclass(eq=False)
+class ReadRequest:
+    """What a get wants. places: rows of fkv_place, pinned; row i of pointers is block i's memory."""
+
+    geometry: Any
+    view: Any
+    namespace_digest: bytes
+    shard: bytes
+    keys: NDArray[np.uint8]
+    key_ends: NDArray[np.uint64]
+    places: NDArray[Any]
+    pointers: NDArray[np.uint64]
+    first_token: int = 0
+    token_count: int = 0  # 0: to the block's end
+
+
+@dataclass
+class ReaderCounters:
+    """Blocks and records that reads met."""
+
+    damaged_blocks: int = 0
+    stale_blocks: int = 0
+    records_read: int = 0
+
+
+class SegmentReader:
+    """Reads for all threads of a handle; has no state but its counters."""
+
+    def __init__(
+        self,
+        segments: Segments,
+        index: Index,
+        io: BlockIO,
+        *,
+        gap_bytes: int,
+        amplification: float,
+        wait_written: Callable[[int], None],
+        on_damage: Callable[[NDArray[Any]], None],
+        is_stale: Callable[[int, int], bool],
+    ) -> None:
+        """wait_written(sequence): see SegmentWriter. on_damage(dropped): blocks that left the index.
+        is_stale(segment, epoch): the segment has another epoch by now (read-only handles)."""
+        self.counters = ReaderCounters()
+        self._segments = segments
+        self._index = index
+        self._io = io
+        self._gap_pages = gap_bytes // limits.PAGE_BYTES
+        self._amplification_percent = int(amplification * 100)
+        self._wait_written = wait_written
+        self._on_damage = on_damage
+        self._is_stale = is_stale
+
+    def read(self, request: ReadRequest, digests: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """BlockStatus of each block: uint8[N]. Blocks without a place are MISS."""
+        places = request.places
+        native = np.full(len(places), lib.FKV_MISS, np.uint32)
+        try:
+            rows = np.flatnonzero(places["record"] != NONE)
+            if len(rows):
+                self._wait_written(int(places["sequence"][rows].max()))
+                order, starts = _by_record(places, rows)
+                native[order] = self._read(request, order, starts)
+        finally:
+            self._index.unpin(np.ascontiguousarray(places["segment"]))
+        damaged = damaged_mask(native)
+        if damaged.any():
+            self._damage(places, digests, np.flatnonzero(damaged))
+        return block_statuses(native)
+
+    def _read(
+        self, request: ReadRequest, order: NDArray[np.int64], starts: NDArray[np.int64]
+    ) -> NDArray[np.uint32]:
+        places = request.places[order]
+        fds, epochs, uuids = self._segments.fds, self._segments.epochs, self._segments.uuids
+        wants = np.zeros(len(order), READ_WANT)
+        key_starts = np.concatenate((np.zeros(1, np.uint64), request.key_ends[:-1]))[order]
+        wants["key_offset"] = key_starts
+        wants["key_bytes"] = request.key_ends[order] - key_starts
+        wants["target"] = order
+        wants["ordinal"] = places["ordinal"]
+        wants["first_token"] = request.first_token
+        wants["token_count"] = request.token_count
+        first = places[starts]
+        segments = first["segment"]
+        records = np.zeros(len(starts), READ_RECORD)
+        for name in ("sequence", "segment", "page", "pages", "header_pages", "codec", "flags"):
+            records[name] = first[name]
+        records["record_tokens"] = first["record_tokens"]
+        records["record_blocks"] = first["record_blocks"]
+        records["epoch"] = epochs[segments]
+        records["fd"] = fds[segments]
+        records["segment_uuid"] = address(uuids) + 16 * segments.astype(np.uint64)
+        records["first_want"] = starts
+        records["want_count"] = np.diff(np.append(starts, len(order)))
+        batch = ffi.new("fkv_read_batch *")
+        digest, shard = request.namespace_digest, request.shard
+        held = (ffi.from_buffer("uint8_t[]", digest), ffi.from_buffer("uint8_t[]", shard), uuids)
+        batch.geometry, batch.view = request.geometry, request.view
+        batch.namespace_digest, batch.shard = held[0], held[1]
+        batch.keys = pointer(request.keys, "uint8_t *")
+        batch.pointers = pointer(request.pointers, "uint64_t *")
+        batch.records = pointer(records, "fkv_read_record *")
+        batch.record_count = len(records)
+        batch.wants = pointer(wants, "fkv_read_want *")
+        batch.want_count = len(wants)
+        batch.gap_pages = self._gap_pages
+        batch.amplification_percent = self._amplification_percent
+        lib.fkv_read(self._io.engine, batch)
+        self.counters.records_read += len(records)
+        statuses: NDArray[np.uint32] = wants["status"].copy()
+        return statuses
+
+    def _damage(
+        self, places: NDArray[Any], digests: NDArray[np.uint8], rows: NDArray[np.int64]
+    ) -> None:
+        """Drops what was wrong. Under a read-only handle the writer may have used the space again."""
+        bad = places[rows]
+        stale = {
+            segment
+            for segment in np.unique(bad["segment"]).tolist()
+            if self._is_stale(segment, int(self._segments.epochs[segment]))
+        }
+        for segment in stale:
+            self._index.drop_segment(segment)
+        is_stale = np.isin(bad["segment"], list(stale))
+        self.counters.stale_blocks += int(is_stale.sum())
+        self.counters.damaged_blocks += int((~is_stale).sum())
+        rows = rows[~is_stale]
+        if len(rows):
+            sequences = np.ascontiguousarray(places["sequence"][rows])
+            self._on_damage(self._index.remove(np.ascontiguousarray(digests[rows]), sequences))
+
+
+def _by_record(
+    places: NDArray[Any], rows: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(rows in the order of their records' places, where each record begins in it).
+
+    A block that is wanted twice begins a record of its own: a record's wants are distinct.
+    """
+    some = places[rows]
+    order = np.lexsort((some["ordinal"], some["page"], some["segment"]))
+    sorted_places = some[order]
+    segment, page, ordinal = (sorted_places[name] for name in ("segment", "page", "ordinal"))
+    same_record = (segment[1:] == segment[:-1]) & (page[1:] == page[:-1])
+    repeated = same_record & (ordinal[1:] == ordinal[:-1])
+    begins = np.concatenate(([True], ~same_record | repeated))
+    return rows[order], np.flatnonzero(begins)

@@ -1,0 +1,277 @@
+"""Space: how many segments a store may have, where the next one comes from, and whose contents go for it.
+
+Invariants
+  - segments, manifest and superblocks together stay within the capacity; what others keep in the folder counts too;
+  - a new file is made only while the file system keeps its free floor;
+  - a segment's space is used again only after its end, and the kills that its contents caused, are durable, its blocks
+    are out of the index and no reader pins it; leased segments are left alone;
+  - the simplest right order: a segment in which nothing lives goes first, then the oldest.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashkv import limits
+from flashkv.blockio import BlockIO
+from flashkv.errors import CapacityError
+from flashkv.geometry import DType, KVGeometry
+from flashkv.index import Index
+from flashkv.manifest import Manifest, new_uuid
+from flashkv.native import aligned_copy, lib
+from flashkv.segments import FIRST_PAGE, Segment, Segments, SegmentState, encode_header
+
+PIN_WAIT_S: Final = 5.0
+"""A read that pins a segment ends within milliseconds; a device that hangs longer keeps its segment."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes that a store may take. reserve_bytes: for all that isn't segments."""
+
+    capacity_bytes: int
+    segment_bytes: int
+    floor_bytes: int
+    foreign_bytes: int = 0
+
+    @property
+    def reserve_bytes(self) -> int:
+        """Manifest logs (three at a time, at checkpoints), superblocks, folders."""
+        return reserve_of(self.capacity_bytes)
+
+    @property
+    def segments_max(self) -> int:
+        """Segment files that fit."""
+        free = self.capacity_bytes - self.reserve_bytes - self.foreign_bytes
+        return max(0, min(free // self.segment_bytes, limits.SEGMENT_COUNT_MAX))
+
+
+def reserve_of(capacity_bytes: int) -> int:
+    """Metadata's share of a capacity: a 64th, within 1 and 64 MiB."""
+    return max(limits.MIB, min(capacity_bytes // 64, 64 * limits.MIB))
+
+
+def choose_segment_bytes(
+    capacity_bytes: int, geometry: KVGeometry, asked: int | None, tokens: int
+) -> int:
+    """Size of a new store's segments. tokens: of the largest record. Raises CapacityError."""
+    usable = capacity_bytes - reserve_of(capacity_bytes)
+    if asked is not None:
+        size = asked
+    else:
+        opaque = [
+            plane
+            for group in geometry.groups
+            for plane in group.planes
+            if plane.dtype is DType.OPAQUE
+        ]
+        largest = max(
+            geometry.token_bytes(index) * (1 if opaque else tokens)
+            for index in range(len(geometry.groups))
+        )
+        # A header and a directory ride on top of a record's own bytes.
+        wanted = limits.RECORDS_PER_SEGMENT_MIN * (largest + largest // 32 + 4 * limits.PAGE_BYTES)
+        size = max(capacity_bytes // limits.SEGMENTS_PER_CAPACITY, wanted, limits.SEGMENT_BYTES_MIN)
+        # The growth schedule stops at a quarter of a segment; a handful of huge segments would cost more.
+        size = min(size, max(usable // 8, limits.SEGMENT_BYTES_MIN), limits.SEGMENT_BYTES_MAX)
+        size = -(-size // limits.MIB) * limits.MIB
+    if usable // size < limits.SEGMENT_COUNT_MIN:
+        need = limits.SEGMENT_COUNT_MIN * size
+        raise CapacityError(
+            f"the capacity is too small for {limits.SEGMENT_COUNT_MIN} segments of {size} bytes",
+            value=f"{capacity_bytes} bytes",
+            limit=f"at least {need + max(limits.MIB, need // 63)} bytes",
+            advice="raise capacity, or lower Options.segment_bytes",
+        )
+    return size
+
+
+def default_capacity(path: Path) -> int:
+    """Half of what the file system has free: a cache never fills a disk by default."""
+    return free_bytes(path) // 2
+
+
+def default_floor(path: Path) -> int:
+    """What stays free on the file system unless the options say otherwise."""
+    status = os.statvfs(path)
+    share = int(status.f_blocks * status.f_frsize * limits.FREE_FLOOR_FRACTION)
+    return min(limits.FREE_FLOOR_BYTES, share)
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that this user can still write on the file system."""
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
+
+
+def disk_usage(root: Path, own: Path | None = None) -> int:
+    """Bytes on disk below `root`, as du counts them; without what lies below `own`."""
+    total = 0
+    for folder, folders, files in os.walk(root):
+        here = Path(folder)
+        if own is not None and here == own:
+            folders.clear()
+            continue
+        for name in files:
+            try:
+                total += (here / name).lstat().st_blocks * 512
+            except OSError:
+                continue  # it went meanwhile
+    return total
+
+
+class Space:
+    """Gives segments to the writer. Calls are made under the store's writer lock."""
+
+    def __init__(
+        self,
+        budget: Budget,
+        watermarks: tuple[float, float],
+        segments: Segments,
+        manifest: Manifest,
+        index: Index,
+        io: BlockIO,
+        clock_ms: Callable[[], int],
+        leased: Callable[[], set[int]],
+    ) -> None:
+        self.budget = budget
+        self.low_watermark, self.high_watermark = watermarks
+        self.evicted_blocks = 0
+        self.evicted_segments = 0
+        self.floor_refusals = 0
+        self.fallocate_refusals = 0
+        self._segments = segments
+        self._manifest = manifest
+        self._index = index
+        self._io = io
+        self._clock_ms = clock_ms
+        self._leased = leased
+
+    # ---- the next segment ----
+
+    def take(self, next_sequence: int, kills: Callable[[], NDArray[Any]]) -> Segment | None:
+        """A segment that starts a new epoch, its header written; None where there is no space at all.
+
+        kills(): rows that must be durable before anything is freed. May raise StoreError.
+        """
+        self.keep_watermark(kills)
+        segment = self._free_file() or self._new_file()
+        if segment is None and self.reclaim(1, kills):
+            segment = self._free_file()
+        return self._begin(segment, next_sequence) if segment is not None else None
+
+    def _free_file(self) -> Segment | None:
+        free = [s for s in self._segments.in_state(SegmentState.FREE) if s.has_file()]
+        return free[0] if free else None
+
+    def _new_file(self) -> Segment | None:
+        if self._segments.count_files() >= self.budget.segments_max:
+            return None
+        if free_bytes(self._segments.folder) - self.budget.segment_bytes < self.budget.floor_bytes:
+            self.floor_refusals += 1
+            return None
+        bare = [s for s in self._segments.in_state(SegmentState.FREE) if not s.has_file()]
+        number = bare[0].number if bare else self._segments.next_number()
+        try:
+            self._manifest.create_segment(number)
+            segment = bare[0] if bare else self._segments.add(number)
+            self._segments.open_file(segment, writable=True)
+            if not self._io.preallocate(segment.fd, self.budget.segment_bytes):
+                self.fallocate_refusals += 1
+        except OSError:  # the disk filled meanwhile: as if there were no room
+            if (late := self._segments.get(number)) is not None:
+                self._segments.close_file(late)
+            self._manifest.remove_segment(number)
+            self.floor_refusals += 1
+            return None
+        segment.uuid = new_uuid()
+        return segment
+
+    def _begin(self, segment: Segment, next_sequence: int) -> Segment | None:
+        epoch = self._manifest.state.epochs.get(segment.number, 0)
+        segment.epoch = max(epoch, segment.epoch) + 1
+        segment.first_sequence = next_sequence
+        segment.next_page = FIRST_PAGE
+        segment.created_ms = self._clock_ms()
+        segment.records, segment.blocks, segment.namespaces = [], [], []
+        self._manifest.segment_opened(segment.number, segment.epoch, segment.uuid)
+        lib.fkv_header_cache_drop(self._io.engine, segment.number)
+        page = encode_header(segment, self._segments.store_uuid, self._segments.segment_bytes)
+        if self._io.write(segment.fd, aligned_copy(page), 0) != 0:
+            return None
+        segment.unsynced = True
+        segment.state = SegmentState.OPEN
+        self._index.begin_segment(segment.number, segment.epoch)
+        self._segments.publish(segment)
+        return segment
+
+    # ---- making room ----
+
+    def keep_watermark(self, kills: Callable[[], NDArray[Any]]) -> None:
+        """Frees segments from the high watermark down to the low one."""
+        used = len(
+            self._segments.in_state(SegmentState.SEALED, SegmentState.CLOSED, SegmentState.OPEN)
+        )
+        room = self._room()
+        if used >= self.high_watermark * room:
+            self.reclaim(max(0, int(np.ceil(used - self.low_watermark * room))), kills)
+
+    def _room(self) -> int:
+        """Segments that can be had: the capacity's, or what the free floor leaves."""
+        files = self._segments.count_files()
+        spare = max(0, free_bytes(self._segments.folder) - self.budget.floor_bytes)
+        return max(1, min(self.budget.segments_max, files + spare // self.budget.segment_bytes))
+
+    def reclaim(self, count: int, kills: Callable[[], NDArray[Any]]) -> int:
+        """Drops the records of up to `count` segments; returns how many became free."""
+        freed: dict[int, int] = {}
+        leased = self._leased()
+        candidates = [
+            segment
+            for segment in self._segments.in_state(SegmentState.SEALED, SegmentState.CLOSED)
+            if segment.number not in leased
+        ]
+        usage = self._index.usage([segment.number for segment in candidates])
+        order = np.lexsort((np.arange(len(candidates)), usage["live_blocks"] > 0))
+        for row in order.tolist():
+            if len(freed) == count:
+                break
+            segment = candidates[row]
+            self.evicted_blocks += self._index.drop_segment(segment.number)
+            if self._wait_unpinned(segment, patient=not freed):
+                freed[segment.number] = segment.epoch
+        if freed:
+            self._manifest.segments_freed(freed, kills())
+            self.evicted_segments += len(freed)
+        for number in freed:
+            self._segments[number].state = SegmentState.FREE
+            lib.fkv_header_cache_drop(self._io.engine, number)
+        return len(freed)
+
+    def _wait_unpinned(self, segment: Segment, *, patient: bool) -> bool:
+        """No new pins can come: the segment's blocks are out of the index."""
+        end = time.monotonic() + (PIN_WAIT_S if patient else 0.0)
+        while self._index.usage([segment.number])["pins"][0]:
+            if time.monotonic() >= end:
+                return False
+            time.sleep(0.0005)
+        return True
+
+    def shrink(self, kills: Callable[[], NDArray[Any]]) -> None:
+        """Removes files until the capacity holds: after an open with a smaller one."""
+        while (over := self._segments.count_files() - self.budget.segments_max) > 0:
+            files = [s for s in self._segments.in_state(SegmentState.FREE) if s.has_file()]
+            if not files and not self.reclaim(over, kills):
+                return
+            for segment in files[:over]:
+                self._segments.close_file(segment)
+                self._manifest.remove_segment(segment.number)
+                self._segments.publish(segment)

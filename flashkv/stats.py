@@ -1,0 +1,94 @@
+"""What a store counts, and the snapshot that stats() returns.
+
+Invariant: everything that can be derived (usage, live bytes, blocks) is asked of its owner at the time of the call;
+only events are counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+
+
+@dataclass
+class Counters:
+    """Events of a handle since it was opened, in blocks unless the name says otherwise."""
+
+    put_blocks: int = 0
+    put_bytes: int = 0  # logical bytes of blocks offered
+    accepted_blocks: int = 0
+    accepted_bytes: int = 0  # logical bytes of blocks stored
+    present_blocks: int = 0
+    refused_blocks: int = 0
+    get_blocks: int = 0
+    hit_blocks: int = 0
+    hit_bytes: int = 0
+    missed_blocks: int = 0
+    failed_reads: int = 0
+    deleted_blocks: int = 0
+    lookups: int = 0
+
+
+@dataclass(frozen=True)
+class Stats:
+    """A snapshot. Sizes in bytes; counters since the handle was opened.
+
+    wa_cleaning   record bytes written, cleaning included / record bytes accepted; 1.0 without cleaning.
+    wa_total      all bytes that this process wrote to the store / record bytes accepted.
+    compression   logical bytes stored / record bytes written for them.
+    """
+
+    backend: str
+    direct_io: bool
+    code_paths: str
+    codec: str
+    read_only: bool
+    capacity_bytes: int
+    segment_bytes: int
+    segments: dict[str, int]
+    disk_bytes: int
+    live_bytes: int
+    foreign_bytes: int
+    blocks: int
+    records: int
+    namespaces: int
+    index_bytes: int
+    header_cache_bytes: int
+    staging_in_use: int
+    read_buffers_in_use: int
+    writes_inflight: int
+    leases: int
+    lease_refusals: int
+    tickets_inflight: int
+    put_blocks: int
+    put_bytes: int
+    accepted_blocks: int
+    accepted_bytes: int
+    present_blocks: int
+    refused_blocks: int
+    get_blocks: int
+    hit_blocks: int
+    hit_bytes: int
+    missed_blocks: int
+    failed_reads: int
+    deleted_blocks: int
+    lookups: int
+    damaged_blocks: int
+    stale_blocks: int
+    lost_blocks: int
+    failed_writes: int
+    failed_syncs: int
+    evicted_blocks: int
+    evicted_segments: int
+    floor_refusals: int
+    fallocate_refusals: int
+    record_bytes_written: int
+    total_bytes_written: int
+    compression: float
+    wa_cleaning: float
+    wa_total: float
+    io: dict[str, int] = field(default_factory=dict)
+    recovery: dict[str, int | bool] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, object]:
+        """All fields as plain values, for JSON and metrics."""
+        return asdict(self)

@@ -1,0 +1,432 @@
+"""Store: a handle on one shard; the parts that it is made of, and their life together.
+
+Invariants
+  - one lock orders all that changes the store (puts, deletes, flushes, sealing, reclaiming); reads take none of it;
+  - a handle that was closed, or inherited through fork(), answers with a clear error and touches nothing;
+  - close() makes durable what was captured; a handle that is dropped without close() loses at most what was not flushed.
+
+It knows no byte layout: namespaces turn batches into jobs, codec and segment_writer turn jobs into records,
+segment_reader turns places into the caller's bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashkv import limits, opening
+from flashkv.codec import Staging
+from flashkv.errors import (
+    BlockStatus,
+    ClosedError,
+    DurabilityError,
+    ForkedError,
+    IdentityError,
+    ReadOnlyStoreError,
+)
+from flashkv.geometry import DType, KVGeometry
+from flashkv.identity import WHOLE, Identity, Shard
+from flashkv.index import Index
+from flashkv.leases import Lease, Leases
+from flashkv.manifest import Manifest
+from flashkv.namespace import Namespace
+from flashkv.native import aligned_array
+from flashkv.options import Options
+from flashkv.records import OPAQUE_RECORD_BYTES, RecordLimits
+from flashkv.recovery import Recovery
+from flashkv.segment_reader import SegmentReader
+from flashkv.segment_writer import SegmentWriter, kill_rows
+from flashkv.segments import Segments, decode_header
+from flashkv.space import Budget, Space, default_floor, disk_usage
+from flashkv.stats import Counters, Stats
+from flashkv.tickets import Client, Lanes, Milestone
+
+
+def open(  # noqa: A001  (the face of the package is flashkv.open)
+    path: str | os.PathLike[str],
+    *,
+    capacity: int | str | None = None,
+    geometry: KVGeometry | None = None,
+    options: Options | None = None,
+    read_only: bool = False,
+) -> Store:
+    """Opens the store in a folder; makes it where there is none.
+
+    capacity   most that it may take on disk, metadata included: bytes or "8GiB". None: what it had, at creation half
+               of what is free. A smaller one than before drops the oldest segments.
+    geometry   of the KV; needed at creation, later None or equal.
+    read_only  no lock, no writes; beside a live writer it sees what was on disk when it was opened.
+    Raises LockedError, NotAStoreError, StoreAccessError, FormatError, SuperblockError, GeometryError, CapacityError,
+    BackendError.
+    """
+    return Store(
+        Path(path), capacity, geometry, (options or Options()).resolved(), read_only=read_only
+    )
+
+
+class Store:
+    """An open store. Use open(); usable as a context manager, from any thread of the process that opened it."""
+
+    digest_bytes = limits.DIGEST_BYTES
+    """Bytes of a key's digest that the index uses; tests use fewer, to make keys meet."""
+
+    def __init__(
+        self,
+        path: Path,
+        capacity: int | str | None,
+        geometry: KVGeometry | None,
+        options: Options,
+        *,
+        read_only: bool,
+    ) -> None:
+        self.path = path
+        self.options = options
+        self.read_only = read_only
+        self.counters = Counters()
+        self.clock_ms = opening.now_ms
+        self.writer_lock = threading.RLock()
+        self._closed = True
+        self._forked = False
+        self._lanes = Lanes()
+        self._clients: set[Client] = set()
+        self._namespaces: dict[tuple[bytes, bytes], Namespace] = {}
+        self._namespace_ids: dict[bytes, int] = {}
+        self._folder = opening.prepare_folder(path, read_only=read_only)
+        self._lock: opening.ShardLock | None = None
+        with opening.access_errors(path):
+            if not read_only:
+                self._lock = opening.ShardLock(self._folder)
+            try:
+                self._start(capacity, geometry)
+            except BaseException:
+                self._stop()
+                raise
+        self._closed = False
+        _handles.add(self)
+
+    # ---- starting ----
+
+    def _start(self, capacity: int | str | None, geometry: KVGeometry | None) -> None:
+        options, folder = self.options, self._folder
+        if not self.read_only and opening.is_new(folder):
+            manifest = opening.create(
+                folder, self.path, capacity, geometry, options, self.clock_ms()
+            )
+            manifest.close()
+        block, state, log_found = opening.load_manifest(folder)
+        self.geometry = opening.stored_geometry(block, geometry, self.path)
+        self.store_uuid = block.store_uuid
+        self.capacity_bytes = opening.given_capacity(capacity) or block.capacity_bytes
+        self.io = opening.open_io(folder, options, read_only=self.read_only)
+        self.index = Index()
+        self.segments = Segments(folder, self.io, block.segment_bytes, block.store_uuid)
+        self.leases = Leases(self.index)
+        recovery = Recovery(
+            self.segments,
+            self.index,
+            self.io,
+            state,
+            self._namespace_ids,
+            writable=not self.read_only,
+        )
+        self.recovery = recovery.run()
+        self.recovery.manifest_rebuilt = not log_found
+        self.manifest_state = state
+        self.reader = SegmentReader(
+            self.segments,
+            self.index,
+            self.io,
+            gap_bytes=int(options.read_gap_bytes),
+            amplification=options.read_amplification,
+            wait_written=self._wait_written,
+            on_damage=self._on_damage,
+            is_stale=self._is_stale,
+        )
+        if not self.read_only:
+            self._start_writer(block.segment_bytes)
+
+    def _start_writer(self, segment_bytes: int) -> None:
+        options, state = self.options, self.manifest_state
+        foreign = disk_usage(self.path, self._folder)
+        floor = options.free_floor_bytes
+        self.budget = Budget(
+            self.capacity_bytes,
+            segment_bytes,
+            default_floor(self.path) if floor is None else int(floor),
+            foreign,
+        )
+        if self.budget.segments_max < limits.SEGMENT_COUNT_MIN:
+            raise opening.CapacityError(
+                f"the capacity is too small for {limits.SEGMENT_COUNT_MIN} segments of {segment_bytes} bytes",
+                value=f"{self.capacity_bytes} bytes, of which others take {foreign}",
+                limit=f"at least {limits.SEGMENT_COUNT_MIN * segment_bytes + self.budget.reserve_bytes + foreign} bytes",
+            )
+        known = [self.recovery.last_sequence + 1, state.next_sequence]
+        known += [last + 1 for last in state.retired.values()]
+        known += [
+            int(rows["sequence"].max()) + 1 for parts in state.kills.values() for rows in parts
+        ]
+        state.next_sequence = max(known)
+        # The log is begun anew with every open: what it says is then what recovery found.
+        self.manifest: Manifest = opening.begin_log(
+            self._folder, opening.read_superblock(self._folder), state, self.capacity_bytes
+        )
+        self.staging = Staging(int(options.staging_bytes))
+        self.space = Space(
+            self.budget,
+            (options.low_watermark, options.high_watermark),
+            self.segments,
+            self.manifest,
+            self.index,
+            self.io,
+            self.clock_ms,
+            self.leases.segments,
+        )
+        self.writer = SegmentWriter(
+            self.segments,
+            self.space,
+            self.manifest,
+            self.index,
+            self.io,
+            self.staging,
+            next_sequence=state.next_sequence,
+            bloom=options.bloom,
+        )
+        self.writer.flush()  # what recovery found in tails is durable from here on
+        for dropped in self.recovery.dropped:
+            self.writer.queue_kills(dropped, 0)
+        self.space.shrink(self.writer.take_kills)
+
+    # ---- checks ----
+
+    def check_open(self) -> None:
+        """Raises ClosedError, ForkedError."""
+        if self._closed:
+            if self._forked:
+                raise ForkedError(
+                    f"this handle on {self.path} was inherited through fork()",
+                    advice="open the store again in the child, after the parent closed it or read-only",
+                )
+            raise ClosedError(f"the store {self.path} is closed")
+
+    def check_writable(self) -> None:
+        """Raises ClosedError, ForkedError, ReadOnlyStoreError."""
+        self.check_open()
+        if self.read_only:
+            raise ReadOnlyStoreError(f"{self.path} is open read-only")
+
+    @property
+    def closed(self) -> bool:
+        """True once close() was called, or in a forked child."""
+        return self._closed
+
+    @property
+    def block_bytes_max(self) -> int:
+        """Largest block: a record is at most a quarter of a segment, its header included."""
+        quarter = self.segments.segment_bytes // limits.RECORDS_PER_SEGMENT_MIN
+        return quarter - quarter // 64 - 2 * limits.PAGE_BYTES
+
+    def record_limits(self, geometry: KVGeometry, group: int) -> RecordLimits:
+        """What bounds a record of this group."""
+        planes = geometry.groups[group].planes
+        opaque = any(plane.dtype is DType.OPAQUE for plane in planes)
+        bytes_max = self.block_bytes_max
+        return RecordLimits(
+            self.options.growth, min(bytes_max, OPAQUE_RECORD_BYTES) if opaque else bytes_max
+        )
+
+    # ---- namespaces ----
+
+    def namespace(self, identity: Identity, *, shard: Shard | None = None) -> Namespace:
+        """The blocks of an identity; the same object for the same identity and shard. Raises IdentityError."""
+        self.check_open()
+        if not isinstance(identity, Identity):
+            raise IdentityError("namespace() needs an Identity", value=type(identity).__name__)
+        whole = identity.with_geometry(self.geometry)
+        assert whole.geometry is not None
+        part = (shard or WHOLE).normalized(whole.geometry)
+        digest = whole.digest()
+        with self.writer_lock:
+            name = (digest, part.encode())
+            if name not in self._namespaces:
+                number = self._namespace_ids.setdefault(digest, len(self._namespace_ids))
+                self._namespaces[name] = Namespace(self, whole, part, number, digest)
+            return self._namespaces[name]
+
+    def register(self, namespace: Namespace) -> bytes:
+        """Logs the namespace before its first record; returns its readable identity. Under writer_lock."""
+        text = namespace.identity.to_json()
+        if namespace.digest not in self.manifest.state.namespaces:
+            self.manifest.namespace_added(namespace.digest, text)
+        return text
+
+    def retire(self, namespace: Namespace) -> int:
+        """See Namespace.rotate."""
+        self.check_writable()
+        with self.writer_lock:
+            self.writer.wait_written()
+            self.manifest.namespace_retired(namespace.digest, self.writer.next_sequence - 1)
+            number = self._namespace_ids[namespace.digest]
+            return self.index.drop_namespace(number)
+
+    # ---- durability ----
+
+    def flush(self) -> None:
+        """Makes all captured blocks durable.
+
+        Raises DurabilityError where writes or a sync failed: those blocks are gone (blocks_lost says how many), the
+        rest is durable and the store goes on.
+        """
+        self.check_writable()
+        with self.writer_lock:
+            lost = self.writer.flush()
+        if lost:
+            raise DurabilityError(
+                f"{lost} captured blocks could not be made durable and were dropped",
+                advice="put them again; see stats() for failed writes and syncs",
+                blocks_lost=lost,
+            )
+
+    def _wait_written(self, sequence: int) -> None:
+        if not self.read_only and self.writer.first_unwritten() <= sequence:
+            self.writer.wait_written(sequence)
+
+    def kill(self, dropped: NDArray[Any]) -> None:
+        """Logs deleted blocks, durably. Under writer_lock."""
+        self.manifest.kill(kill_rows(dropped), sync=True)
+
+    def _on_damage(self, dropped: NDArray[Any]) -> None:
+        if not self.read_only and len(dropped):
+            with self.writer_lock:
+                self.writer.queue_kills(dropped, 0)
+
+    def _is_stale(self, segment: int, epoch: int) -> bool:
+        """Whether a live writer has used the segment's space again since this handle was opened."""
+        if not self.read_only:
+            return False
+        page = aligned_array(limits.PAGE_BYTES)
+        if self.io.read(self.segments[segment].fd, page, 0) != 0:
+            return True
+        header = decode_header(page.tobytes())
+        return header is None or header.epoch != epoch
+
+    def take_lease(self, segments: NDArray[np.uint32], lease_ms: int) -> Lease | None:
+        """A lease on pinned segments, or None at a limit."""
+        most = self.budget.segments_max if not self.read_only else len(self.segments)
+        return self.leases.take(segments.copy(), lease_ms, most)
+
+    # ---- asynchronous use ----
+
+    def client(self, *, max_tickets: int = limits.TICKETS_MAX) -> Client:
+        """A completion queue with an eventfd of its own. Raises ClosedError, BusyError."""
+        self.check_open()
+        if len(self._clients) >= limits.CLIENTS_MAX:
+            raise opening.LockedError(
+                "too many clients", value=len(self._clients), limit=limits.CLIENTS_MAX
+            )
+        client = Client(self._lanes, self._reach, self._clients.discard, max_tickets)
+        self._clients.add(client)
+        return client
+
+    def _reach(self, milestone: Milestone) -> None:
+        if milestone == Milestone.DURABLE:
+            self.flush()
+        elif milestone == Milestone.WRITTEN:
+            self.writer.wait_written()
+
+    # ---- figures ----
+
+    def counters_put(self, statuses: NDArray[np.uint8], sizes: NDArray[np.int64]) -> None:
+        """Counts a put."""
+        ok, present = statuses == BlockStatus.OK, statuses == BlockStatus.PRESENT
+        counters = self.counters
+        counters.put_blocks += len(statuses)
+        counters.put_bytes += int(sizes.sum())
+        counters.accepted_blocks += int(ok.sum())
+        counters.accepted_bytes += int(sizes[ok].sum())
+        counters.present_blocks += int(present.sum())
+        counters.refused_blocks += int((~(ok | present)).sum())
+
+    def counters_get(
+        self, statuses: NDArray[np.uint8], tokens: NDArray[Any], token_bytes: int, count: int
+    ) -> None:
+        """Counts a get. tokens: of the blocks that hit."""
+        counters = self.counters
+        counters.get_blocks += len(statuses)
+        counters.hit_blocks += len(tokens)
+        taken = len(tokens) * count if count else int(tokens.sum(dtype=np.int64))
+        counters.hit_bytes += taken * token_bytes
+        counters.missed_blocks += int((statuses == BlockStatus.MISS).sum())
+        counters.failed_reads += int((statuses == BlockStatus.IO_ERROR).sum())
+
+    def stats(self) -> Stats:
+        """A snapshot of figures and counters."""
+        from flashkv.snapshot import snapshot
+
+        self.check_open()
+        return snapshot(self, self._lanes.inflight, len(self._namespace_ids))
+
+    # ---- the end ----
+
+    def close(self) -> None:
+        """Finishes tickets, makes captured blocks durable and gives everything back. May be called again.
+
+        Raises DurabilityError where that failed; the handle is closed all the same.
+        """
+        if self._closed:
+            return
+        for client in list(self._clients):
+            client.close()
+        self._lanes.close()
+        try:
+            if not self.read_only:
+                self.flush()
+                with self.writer_lock:
+                    self.manifest.kill(self.writer.take_kills(), sync=True)
+        finally:
+            self._stop()
+
+    def _stop(self) -> None:
+        self._closed = True
+        _handles.discard(self)
+        for name in ("leases", "io", "staging", "segments", "manifest"):
+            part = getattr(self, name, None)
+            if part is not None:
+                part.close()
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _after_fork(self) -> None:
+        """In the child: threads, locks and buffers are the parent's."""
+        self._closed = self._forked = True
+        if self._lock is not None:
+            self._lock.forget()
+            self._lock = None
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "read-only" if self.read_only else "open"
+        return f"Store({str(self.path)!r}, {state})"
+
+
+_handles: weakref.WeakSet[Store] = weakref.WeakSet()
+
+
+def _fork_guard() -> None:
+    for store in list(_handles):
+        store._after_fork()
+
+
+os.register_at_fork(after_in_child=_fork_guard)
