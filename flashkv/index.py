@@ -163,7 +163,7 @@ class Index:
     # ---- coming and going ----
 
     def begin_segment(self, segment: int, epoch: int) -> None:
-        """Sets the epoch of the next records. Raises BusyError while the segment has any or pins."""
+        """Sets the epoch of the next records. Raises BusyError while there are some, or pins."""
         status = lib.fkv_index_begin_segment(self._native, segment, epoch)
         check_native(status, f"segment {segment} can't begin epoch {epoch}")
 
