@@ -26,8 +26,7 @@ static void bits_of(const uint8_t *digest, uint32_t bits[WORDS])
 {
     uint64_t low;
     memcpy(&low, digest + 8, 8);
-    for (unsigned w = 0; w < WORDS; w++)
-        bits[w] = 1u << (low >> (5 * w) & 31);
+    for (unsigned w = 0; w < WORDS; w++) bits[w] = 1u << (low >> (5 * w) & 31);
 }
 
 uint64_t fkv_bloom_bytes(uint64_t count, uint32_t bits_per_key)
@@ -40,16 +39,14 @@ void fkv_bloom_add(uint8_t *filter, uint64_t length, const uint8_t *digests, uin
                    uint32_t stride)
 {
     uint64_t blocks = length / BLOCK_BYTES;
-    if (blocks == 0)
-        return;
+    if (blocks == 0) return;
     for (uint64_t i = 0; i < count; i++) {
         const uint8_t *digest = digests + i * stride;
         uint32_t words[WORDS], bits[WORDS];
         uint8_t *block = filter + block_offset(digest, blocks);
         bits_of(digest, bits);
         memcpy(words, block, sizeof words);
-        for (unsigned w = 0; w < WORDS; w++)
-            words[w] |= bits[w];
+        for (unsigned w = 0; w < WORDS; w++) words[w] |= bits[w];
         memcpy(block, words, sizeof words);
     }
 }
@@ -69,8 +66,7 @@ void fkv_bloom_test(const uint8_t *filter, uint64_t length, const uint8_t *diges
                 filter + block_offset(digests + (i + PREFETCH_AHEAD) * FKV_DIGEST_BYTES, blocks));
         memcpy(words, filter + block_offset(digests + i * FKV_DIGEST_BYTES, blocks), sizeof words);
         bits_of(digests + i * FKV_DIGEST_BYTES, bits);
-        for (unsigned w = 0; w < WORDS; w++)
-            missing |= bits[w] & ~words[w];
+        for (unsigned w = 0; w < WORDS; w++) missing |= bits[w] & ~words[w];
         found[i] = missing == 0;
     }
 }

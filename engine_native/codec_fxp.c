@@ -49,17 +49,15 @@ static inline uint32_t code_of(uint32_t exponent, uint32_t base)
 static int bases_wrap(const uint8_t *bases, uint32_t vector_bytes)
 {
     for (uint32_t i = 0; i < fkv_fxp_bases_bytes(vector_bytes); i++)
-        if (bases[i] < FXP_SPAN - 1)
-            return 1;
+        if (bases[i] < FXP_SPAN - 1) return 1;
     return 0;
 }
 
-/* ---- choosing bases -------------------------------------------------------------------------- */
+/* ---- choosing bases ---- */
 uint8_t fkv_fxp_best_base(const uint32_t *bins, uint32_t exponent_max)
 {
     uint32_t base = exponent_max, sum = 0;
-    for (uint32_t i = 0; i < FXP_SPAN; i++)
-        sum += bins[exponent_max - i];
+    for (uint32_t i = 0; i < FXP_SPAN; i++) sum += bins[exponent_max - i];
     uint32_t best = sum;
     for (uint32_t top = exponent_max - 1; top >= FXP_SPAN - 1; top--) {
         sum += bins[top - (FXP_SPAN - 1)] - bins[top + 1];
@@ -87,11 +85,9 @@ void fkv_fxp_count(const uint64_t *rows, uint32_t count, uint32_t offset, uint32
             parts[2][exponent_of(load16(row + 4), mode)]++;
             parts[3][exponent_of(load16(row + 6), mode)]++;
         }
-        for (; i < channels; i++, row += 2)
-            parts[i & 3][exponent_of(load16(row), mode)]++;
+        for (; i < channels; i++, row += 2) parts[i & 3][exponent_of(load16(row), mode)]++;
     }
-    for (int e = 0; e < 256; e++)
-        bins[e] = parts[0][e] + parts[1][e] + parts[2][e] + parts[3][e];
+    for (int e = 0; e < 256; e++) bins[e] = parts[0][e] + parts[1][e] + parts[2][e] + parts[3][e];
 }
 
 static void choose_portable(const uint64_t *rows, uint32_t count, uint32_t vector_bytes,
@@ -108,8 +104,7 @@ static void choose_portable(const uint64_t *rows, uint32_t count, uint32_t vecto
 void fkv_fxp_choose(const uint64_t *rows, uint32_t count, uint32_t vector_bytes, uint32_t mode,
                     uint8_t *bases)
 {
-    if (mode == FKV_STREAM_PLAIN)
-        return;
+    if (mode == FKV_STREAM_PLAIN) return;
 #if defined(__x86_64__)
     if (fkv_cpu_has.avx2) {
         fkv_fxp_choose_avx2(rows, count, vector_bytes, mode, bases);
@@ -119,7 +114,7 @@ void fkv_fxp_choose(const uint64_t *rows, uint32_t count, uint32_t vector_bytes,
     choose_portable(rows, count, vector_bytes, mode, bases);
 }
 
-/* ---- encoding -------------------------------------------------------------------------------- */
+/* ---- encoding ---- */
 static void costs_portable(const uint64_t *rows, uint32_t count, uint32_t vector_bytes,
                            uint32_t mode, const uint8_t *bases, uint16_t *costs)
 {
@@ -129,8 +124,8 @@ static void costs_portable(const uint64_t *rows, uint32_t count, uint32_t vector
         const uint8_t *row = (const uint8_t *)(uintptr_t)rows[r];
         uint64_t cost = fixed;
         for (uint32_t i = 0; i < values; i++)
-            cost += code_of(exponent_of(load16(row + 2 * i), mode), bases[i / FKV_STREAM_GROUP]) ==
-                    FXP_ESCAPE;
+            cost += code_of(exponent_of(load16(row + 2 * i), mode), bases[i / FKV_STREAM_GROUP])
+                    == FXP_ESCAPE;
         costs[r] = cost < UINT16_MAX ? (uint16_t)cost : UINT16_MAX;
     }
 }
@@ -163,8 +158,7 @@ static uint8_t *encode_row_portable(const uint8_t *row, uint32_t values, uint32_
         uint16_t value = load16(row + 2 * i);
         uint32_t exponent = exponent_of(value, mode);
         uint32_t bits = code_of(exponent, bases[i / FKV_STREAM_GROUP]); /* bit k goes to plane k */
-        if (bits == FXP_ESCAPE)
-            *escapes++ = (uint8_t)exponent;
+        if (bits == FXP_ESCAPE) *escapes++ = (uint8_t)exponent;
         if (mode == FKV_STREAM_FXP_FP16) {
             out[i] = (uint8_t)value;
             bits |= (value >> 8 & 3) << 3 | (value >> 15) << 5;
@@ -198,9 +192,9 @@ uint32_t fkv_fxp_encode(const uint64_t *rows, uint32_t count, uint32_t vector_by
     return (uint32_t)(escapes - out);
 }
 
-/* ---- decoding -------------------------------------------------------------------------------- */
-static inline uint32_t
-plane_bit(const uint8_t *planes, uint32_t plane_bytes, uint32_t k, uint32_t i)
+/* ---- decoding ---- */
+static inline uint32_t plane_bit(const uint8_t *planes, uint32_t plane_bytes, uint32_t k,
+                                 uint32_t i)
 {
     return planes[k * plane_bytes + i / 8] >> (i & 7) & 1;
 }
@@ -213,21 +207,19 @@ static const uint8_t *decode_row_portable(const uint8_t *in, uint32_t values, ui
     uint32_t plane_bytes = (values + 7) / 8;
     const uint8_t *planes = in + values;
     for (uint32_t i = 0; i < values; i++) {
-        uint32_t code = plane_bit(planes, plane_bytes, 0, i) |
-                        plane_bit(planes, plane_bytes, 1, i) << 1 |
-                        plane_bit(planes, plane_bytes, 2, i) << 2;
+        uint32_t code = plane_bit(planes, plane_bytes, 0, i)
+                        | plane_bit(planes, plane_bytes, 1, i) << 1
+                        | plane_bit(planes, plane_bytes, 2, i) << 2;
         uint32_t exponent = (uint8_t)(bases[i / FKV_STREAM_GROUP] - code), value;
         if (code == FXP_ESCAPE) {
-            if (escapes == end)
-                return NULL;
+            if (escapes == end) return NULL;
             exponent = *escapes++;
         }
-        if (row == NULL)
-            continue;
+        if (row == NULL) continue;
         if (mode == FKV_STREAM_FXP_FP16)
-            value = in[i] | plane_bit(planes, plane_bytes, 3, i) << 8 |
-                    plane_bit(planes, plane_bytes, 4, i) << 9 |
-                    plane_bit(planes, plane_bytes, 5, i) << 15 | (exponent & 0x1F) << 10;
+            value = in[i] | plane_bit(planes, plane_bytes, 3, i) << 8
+                    | plane_bit(planes, plane_bytes, 4, i) << 9
+                    | plane_bit(planes, plane_bytes, 5, i) << 15 | (exponent & 0x1F) << 10;
         else
             value = (uint32_t)(in[i] & 0x80) << 8 | exponent << 7 | (in[i] & 0x7F);
         uint16_t narrow = (uint16_t)value;
@@ -251,8 +243,7 @@ static const uint8_t *decode_portable(const uint8_t *in, uint32_t length, uint32
 static int decode_plain(const uint8_t *in, uint32_t length, uint32_t count, uint32_t vector_bytes,
                         const uint64_t *rows)
 {
-    if ((uint64_t)count * vector_bytes != length)
-        return -1;
+    if ((uint64_t)count * vector_bytes != length) return -1;
     for (uint32_t r = 0; r < count; r++)
         if (rows[r])
             memcpy((uint8_t *)(uintptr_t)rows[r], in + (uint64_t)r * vector_bytes, vector_bytes);
@@ -263,17 +254,13 @@ int fkv_fxp_decode(const uint8_t *in, uint32_t length, uint32_t count, uint32_t 
                    uint32_t mode, const uint8_t *bases, const uint64_t *rows)
 {
     const uint8_t *end;
-    if (mode == FKV_STREAM_PLAIN)
-        return decode_plain(in, length, count, vector_bytes, rows);
-    if (mode != FKV_STREAM_FXP_BF16 && mode != FKV_STREAM_FXP_FP16)
-        return -1;
+    if (mode == FKV_STREAM_PLAIN) return decode_plain(in, length, count, vector_bytes, rows);
+    if (mode != FKV_STREAM_FXP_BF16 && mode != FKV_STREAM_FXP_FP16) return -1;
     uint64_t fixed = fkv_fxp_row_bytes(vector_bytes, mode); /* < 2^33, so the product can't wrap */
-    if (fixed != 0 && count > length / fixed)
-        return -1;
+    if (fixed != 0 && count > length / fixed) return -1;
     if (mode == FKV_STREAM_FXP_FP16)
         for (uint64_t i = count * fixed; i < length; i++)
-            if (in[i] > 0x1F)
-                return -1;
+            if (in[i] > 0x1F) return -1;
 #if defined(__x86_64__)
     if (fkv_cpu_has.avx2)
         end = fkv_fxp_decode_avx2(in, length, count, vector_bytes, mode, bases, rows);

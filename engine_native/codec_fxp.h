@@ -8,10 +8,7 @@
 #define FXP_SPAN 7u   /* exponents that have a code: base, base - 1 ... base - 6 */
 
 /* Channels of a vector in the two exponent modes. */
-static inline uint32_t fkv_fxp_values(uint32_t vector_bytes)
-{
-    return vector_bytes / 2;
-}
+static inline uint32_t fkv_fxp_values(uint32_t vector_bytes) { return vector_bytes / 2; }
 
 static inline uint32_t fkv_fxp_bases_bytes(uint32_t vector_bytes)
 {
@@ -22,8 +19,7 @@ static inline uint32_t fkv_fxp_bases_bytes(uint32_t vector_bytes)
 static inline uint64_t fkv_fxp_row_bytes(uint32_t vector_bytes, uint32_t mode)
 {
     uint64_t values = vector_bytes / 2, plane = (values + 7) / 8;
-    if (mode == FKV_STREAM_PLAIN)
-        return vector_bytes;
+    if (mode == FKV_STREAM_PLAIN) return vector_bytes;
     return values + plane * (mode == FKV_STREAM_FXP_FP16 ? 6 : 3);
 }
 

@@ -24,22 +24,21 @@
 
 /* Makes copies of `body` for the usual head sizes, so that the compiler keeps their bases in
  * registers. */
-#define FOR_VALUES(values, body) \
-    switch (values) {            \
-    case 64: body(64); break;    \
-    case 128: body(128); break;  \
-    default: body(values);       \
+#define FOR_VALUES(values, body)                                                                   \
+    switch (values) {                                                                              \
+    case 64:                                                                                       \
+        body(64);                                                                                  \
+        break;                                                                                     \
+    case 128:                                                                                      \
+        body(128);                                                                                 \
+        break;                                                                                     \
+    default:                                                                                       \
+        body(values);                                                                              \
     }
 
-INLINE __m256i load(const void *at)
-{
-    return _mm256_loadu_si256((const __m256i *)at);
-}
+INLINE __m256i load(const void *at) { return _mm256_loadu_si256((const __m256i *)at); }
 
-INLINE void store(void *at, __m256i value)
-{
-    _mm256_storeu_si256((__m256i *)at, value);
-}
+INLINE void store(void *at, __m256i value) { _mm256_storeu_si256((__m256i *)at, value); }
 
 INLINE uint32_t load32(const uint8_t *at)
 {
@@ -76,7 +75,7 @@ INLINE __m256i step_exponents(const uint8_t *row, bool fp16)
                 : _mm256_packus_epi16(_mm256_srli_epi16(a, 8), _mm256_srli_epi16(b, 8));
 }
 
-/* ---- places of escapes that wait to be moved ------------------------------------------------- */
+/* ---- places of escapes that wait to be moved ---- */
 #define WAITING_MAX 512u
 
 typedef struct {
@@ -91,13 +90,12 @@ INLINE void wait_for(waiting *list, const uint8_t *values, uint64_t mask)
     uint32_t found = (uint32_t)_mm_popcnt_u64(mask);
     list->count += found;
 #pragma GCC unroll 4
-    for (uint32_t k = 0; k < 4; k++, mask = _blsr_u64(mask))
-        at[k] = first + 2 * _tzcnt_u64(mask);
+    for (uint32_t k = 0; k < 4; k++, mask = _blsr_u64(mask)) at[k] = first + 2 * _tzcnt_u64(mask);
     for (uint32_t k = 4; k < found; k++, mask = _blsr_u64(mask))
         at[k] = first + 2 * _tzcnt_u64(mask);
 }
 
-/* ---- choosing bases -------------------------------------------------------------------------- */
+/* ---- choosing bases ---- */
 #define BINS 16u         /* exponents counted, from the highest one down */
 #define BINS_A_PASS 8u   /* that many counters stay in registers */
 #define ROWS_A_PASS 255u /* until an 8-bit counter is full */
@@ -130,8 +128,7 @@ INLINE void count_below(const uint64_t *rows, uint32_t count, uint32_t first, bo
         for (uint32_t bin = 0; bin < BINS; bin += BINS_A_PASS) {
             const __m256i wanted = _mm256_sub_epi8(top, _mm256_set1_epi8((char)bin));
             __m256i counters[BINS_A_PASS];
-            for (uint32_t k = 0; k < BINS_A_PASS; k++)
-                counters[k] = _mm256_setzero_si256();
+            for (uint32_t k = 0; k < BINS_A_PASS; k++) counters[k] = _mm256_setzero_si256();
             for (uint32_t r = done; r < end; r++) {
                 __m256i below = _mm256_sub_epi8(
                     wanted, step_exponents((const uint8_t *)(uintptr_t)rows[r] + 2 * first, fp16));
@@ -148,15 +145,14 @@ INLINE void count_below(const uint64_t *rows, uint32_t count, uint32_t first, bo
 
 /* The best base from the counts of the highest exponents alone, or -1 where what lies below might
  * give a better. */
-static int
-best_of_top(const uint32_t counts[BINS], uint32_t top, uint64_t total, uint32_t exponent_max)
+static int best_of_top(const uint32_t counts[BINS], uint32_t top, uint64_t total,
+                       uint32_t exponent_max)
 {
     uint32_t best = 0, sum = 0,
              last = BINS - FXP_SPAN; /* windows that start at bins 0 ... last are known */
     uint64_t rest = total;
     int base = -1;
-    for (uint32_t k = 0; k < FXP_SPAN - 1; k++)
-        sum += counts[k];
+    for (uint32_t k = 0; k < FXP_SPAN - 1; k++) sum += counts[k];
     for (uint32_t start = 0; start <= last; start++) {
         sum += counts[start + FXP_SPAN - 1];
         if (base < 0 || sum > best) {
@@ -166,14 +162,13 @@ best_of_top(const uint32_t counts[BINS], uint32_t top, uint64_t total, uint32_t 
         rest -= counts[start];
         sum -= counts[start];
     }
-    if (rest > best)
-        return -1;
+    if (rest > best) return -1;
     /* A window that reaches above `top` holds less or as much; as much, and the higher base wins.
      * */
     if (base == (int)top) {
         uint32_t empty = 0;
-        while (empty < FXP_SPAN && base + 1 <= (int)exponent_max &&
-               counts[FXP_SPAN - 1 - empty] == 0) {
+        while (empty < FXP_SPAN && base + 1 <= (int)exponent_max
+               && counts[FXP_SPAN - 1 - empty] == 0) {
             empty++;
             base++;
         }
@@ -219,15 +214,14 @@ TARGET void fkv_fxp_choose_avx2(const uint64_t *rows, uint32_t count, uint32_t v
         choose(rows, count, fkv_fxp_values(vector_bytes), false, bases);
 }
 
-/* ---- encoding -------------------------------------------------------------------------------- */
+/* ---- encoding ---- */
 /* How many of a step's values are escapes. */
 INLINE uint32_t step_escapes(const uint8_t *row, bool fp16, __m256i bases, uint32_t in_use)
 {
     const __m256i escape = _mm256_set1_epi8(FXP_ESCAPE);
     __m256i code = _mm256_sub_epi8(bases, step_exponents(row, fp16));
     __m256i escapes = _mm256_cmpeq_epi8(_mm256_max_epu8(code, escape), code);
-    if (in_use == STEP)
-        return (uint32_t)_mm_popcnt_u32((uint32_t)_mm256_movemask_epi8(escapes));
+    if (in_use == STEP) return (uint32_t)_mm_popcnt_u32((uint32_t)_mm256_movemask_epi8(escapes));
     escapes = _mm256_permute4x64_epi64(escapes, 0xD8);
     return (uint32_t)_mm_popcnt_u32((uint32_t)_mm256_movemask_epi8(escapes) & ((1u << in_use) - 1));
 }
@@ -271,8 +265,8 @@ TARGET void fkv_fxp_costs_avx2(const uint64_t *rows, uint32_t count, uint32_t ve
 #undef BODY_FP16
 }
 
-INLINE void
-store_plane(uint8_t *plane, __m256i bytes, unsigned bit, uint32_t plane_step_bytes, uint32_t valid)
+INLINE void store_plane(uint8_t *plane, __m256i bytes, unsigned bit, uint32_t plane_step_bytes,
+                        uint32_t valid)
 {
     uint32_t word =
         (uint32_t)_mm256_movemask_epi8(_mm256_slli_epi16(bytes, (int)(7 - bit))) & valid;
@@ -311,16 +305,15 @@ INLINE uint32_t encode_step(const uint8_t *in, bool fp16, __m256i bases, uint8_t
         store(copy, low);
         memcpy(low_out, copy, in_use);
     }
-    for (unsigned k = 0; k < 3; k++)
-        store_plane(planes + k * plane_bytes, code, k, bytes, valid);
+    for (unsigned k = 0; k < 3; k++) store_plane(planes + k * plane_bytes, code, k, bytes, valid);
     if (fp16) {
         high = _mm256_permute4x64_epi64(high, 0xD8);
         store_plane(planes + 3 * plane_bytes, high, 0, bytes, valid);
         store_plane(planes + 4 * plane_bytes, high, 1, bytes, valid);
         store_plane(planes + 5 * plane_bytes, high, 7, bytes, valid);
     }
-    return (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(code, _mm256_set1_epi8(FXP_ESCAPE))) &
-           valid;
+    return (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(code, _mm256_set1_epi8(FXP_ESCAPE)))
+           & valid;
 }
 
 /* Writes the escapes that wait; returns where the next one goes. */
@@ -363,8 +356,7 @@ INLINE uint8_t *encode(const uint64_t *rows, uint32_t count, uint32_t values, bo
                                           planes + i / 8 + 4, plane_bytes, STEP)
                     << STEP;
             wait_for(&list, row + 2 * i, mask);
-            if (list.count > WAITING_MAX - 4 * STEP)
-                escapes = put_escapes(&list, fp16, escapes);
+            if (list.count > WAITING_MAX - 4 * STEP) escapes = put_escapes(&list, fp16, escapes);
         }
         if (i + STEP <= values) {
             wait_for(&list, row + 2 * i,
@@ -376,8 +368,7 @@ INLINE uint8_t *encode(const uint64_t *rows, uint32_t count, uint32_t values, bo
             encode_tail(row, i, values, fp16, bases, out, FKV_STREAM_GROUP, &list);
         else if (i < values)
             encode_tail(row, i, values, fp16, bases, out, values - i, &list);
-        if (list.count > WAITING_MAX - 4 * STEP)
-            escapes = put_escapes(&list, fp16, escapes);
+        if (list.count > WAITING_MAX - 4 * STEP) escapes = put_escapes(&list, fp16, escapes);
     }
     return put_escapes(&list, fp16, escapes);
 }
@@ -397,7 +388,7 @@ TARGET uint8_t *fkv_fxp_encode_avx2(const uint64_t *rows, uint32_t count, uint32
 #undef BODY_FP16
 }
 
-/* ---- decoding -------------------------------------------------------------------------------- */
+/* ---- decoding ---- */
 /* 32 bits of a plane to 32 bytes of 0 or -1, in unpack order. */
 INLINE __m256i spread(uint32_t word)
 {
@@ -408,8 +399,8 @@ INLINE __m256i spread(uint32_t word)
     return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bits), bits);
 }
 
-INLINE void
-decode_step(const uint8_t *low_in, const uint32_t planes[6], bool fp16, __m256i bases, uint8_t *out)
+INLINE void decode_step(const uint8_t *low_in, const uint32_t planes[6], bool fp16, __m256i bases,
+                        uint8_t *out)
 {
     const __m256i seven_bits = _mm256_set1_epi8(0x7F);
     __m256i stored = _mm256_permute4x64_epi64(load(low_in), 0xD8), low = stored, high;
@@ -459,8 +450,7 @@ INLINE uint64_t decode_whole(const uint8_t *in, uint32_t i, uint32_t values, boo
         for (unsigned k = 0; k < (fp16 ? 6 : 3); k++)
             words[k] = load32(in + values + k * plane_bytes + i / 8);
         mask |= (uint64_t)(words[0] & words[1] & words[2]) << (STEP * s);
-        if (row)
-            decode_step(in + i, words, fp16, step_bases(bases, i, values), row + 2 * i);
+        if (row) decode_step(in + i, words, fp16, step_bases(bases, i, values), row + 2 * i);
     }
     return mask;
 }
@@ -492,8 +482,7 @@ INLINE const uint8_t *decode(const uint8_t *in, uint32_t length, uint32_t count,
     list.count = 0;
     for (uint32_t r = 0; r < count; r++, in += row_bytes) {
         uint8_t *row = (uint8_t *)(uintptr_t)rows[r];
-        if (row == NULL)
-            patch(&list, fp16, moved);
+        if (row == NULL) patch(&list, fp16, moved);
         for (uint32_t i = 0, taken; i < values; i += taken) {
             uint64_t mask;
             taken = values - i < 2 * STEP ? (values - i < STEP ? values - i : STEP) : 2 * STEP;
@@ -506,11 +495,9 @@ INLINE const uint8_t *decode(const uint8_t *in, uint32_t length, uint32_t count,
             else
                 mask = decode_tail(in, i, values, fp16, bases, row, taken);
             uint64_t needed = (uint64_t)_mm_popcnt_u64(mask);
-            if ((uint64_t)(end - escapes) < needed)
-                return NULL;
+            if ((uint64_t)(end - escapes) < needed) return NULL;
             escapes += needed;
-            if (row)
-                wait_for(&list, row + 2 * i, mask);
+            if (row) wait_for(&list, row + 2 * i, mask);
             if (list.count > WAITING_MAX - 2 * STEP || row == NULL) {
                 patch(&list, fp16, moved);
                 moved = escapes;

@@ -1,7 +1,8 @@
 /* copy.c: how a block in the caller's memory and its stored (raw) form map onto each other.
  *
- * Invariants: runs are emitted in ascending stored offset, never overlap, and neighbours that are contiguous on both
- * sides come as one run, so that a block in the caller's own order is a single copy.
+ * Invariants: runs are emitted in ascending stored offset, never overlap, and neighbours that are
+ * contiguous on both sides come as one run, so that a block in the caller's own order is a single
+ * copy.
  */
 #include "record.h"
 
@@ -10,14 +11,15 @@ typedef struct {
     const uint64_t *pointers;
     fkv_run_fn emit;
     void *context;
-    uint64_t stored, length;   /* the run that grows */
+    uint64_t stored, length; /* the run that grows */
     uint8_t *memory;
     uint32_t entry_first[FKV_PLANES_MAX];
-    uint32_t counts[4];        /* of the axes, the largest over the planes */
+    uint32_t counts[4]; /* of the axes, the largest over the planes */
     bool heads_in_order;
 } walk;
 
-static void walk_emit(walk *w, uint64_t stored, uint64_t address, uint64_t length) {
+static void walk_emit(walk *w, uint64_t stored, uint64_t address, uint64_t length)
+{
     uint8_t *memory = (uint8_t *)(uintptr_t)address;
     if (w->length && w->stored + w->length == stored && w->memory + w->length == memory) {
         w->length += length;
@@ -27,7 +29,8 @@ static void walk_emit(walk *w, uint64_t stored, uint64_t address, uint64_t lengt
     w->stored = stored, w->memory = memory, w->length = length;
 }
 
-static bool walk_heads_in_order(const fkv_view *view, uint32_t heads) {
+static bool walk_heads_in_order(const fkv_view *view, uint32_t heads)
+{
     if (!view->head_slots) return true;
     for (uint32_t i = 0; i < heads; i++)
         if (view->head_slots[i] != (int32_t)i) return false;
@@ -35,9 +38,11 @@ static bool walk_heads_in_order(const fkv_view *view, uint32_t heads) {
 }
 
 /* One or, where the innermost axis is contiguous on both sides, all vectors along it. */
-static uint32_t walk_vectors(walk *w, const uint32_t index[4], uint32_t inner) {
+static uint32_t walk_vectors(walk *w, const uint32_t index[4], uint32_t inner)
+{
     const fkv_runs *r = w->runs;
-    uint32_t plane = index[FKV_AXIS_PLANE], layer = index[FKV_AXIS_LAYER], head = index[FKV_AXIS_HEAD];
+    uint32_t plane = index[FKV_AXIS_PLANE], layer = index[FKV_AXIS_LAYER],
+             head = index[FKV_AXIS_HEAD];
     const fkv_plane_row *row = &r->geometry->planes[plane];
     if (layer >= row->layers || head >= row->heads) return 1;
     uint32_t entry = w->entry_first[plane] + layer, token = index[FKV_AXIS_TOKEN], vectors = 1;
@@ -47,15 +52,18 @@ static uint32_t walk_vectors(walk *w, const uint32_t index[4], uint32_t inner) {
     if (!address) return 1;
     if (inner == FKV_AXIS_TOKEN && from->token_stride == bytes && to->token_stride == bytes)
         vectors = r->token_count - token;
-    else if (inner == FKV_AXIS_HEAD && from->head_stride == bytes && to->head_stride == bytes && w->heads_in_order)
+    else if (inner == FKV_AXIS_HEAD && from->head_stride == bytes && to->head_stride == bytes
+             && w->heads_in_order)
         vectors = row->heads - head;
-    walk_emit(w, (uint64_t)(from->offset + (int64_t)head * from->head_stride
-                            + (int64_t)(token + r->first_token) * from->token_stride),
+    walk_emit(w,
+              (uint64_t)(from->offset + (int64_t)head * from->head_stride
+                         + (int64_t)(token + r->first_token) * from->token_stride),
               address, (uint64_t)bytes * vectors);
     return vectors;
 }
 
-void fkv_runs_each(const fkv_runs *runs, const uint64_t *pointers, fkv_run_fn emit, void *context) {
+void fkv_runs_each(const fkv_runs *runs, const uint64_t *pointers, fkv_run_fn emit, void *context)
+{
     walk w = {.runs = runs, .pointers = pointers, .emit = emit, .context = context};
     const fkv_geometry *g = runs->geometry;
     uint32_t entries = 0, heads = 0;

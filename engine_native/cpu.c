@@ -30,8 +30,8 @@ static fkv_cpu detect(void)
     found.sse42 = __builtin_cpu_supports("sse4.2");
     /* The codec's AVX2 code also uses bit counting; every processor with AVX2 has both, emulators
      * may not. */
-    found.avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
-                 __builtin_cpu_supports("popcnt");
+    found.avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi")
+                 && __builtin_cpu_supports("popcnt");
     if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx))
         found.sha_ni = (ebx >> 29 & 1) && found.sse42;
 #endif
@@ -47,12 +47,6 @@ void fkv_use_simd(int level)
              fkv_cpu_has.avx2 ? "avx2" : "portable");
 }
 
-const char *fkv_code_paths(void)
-{
-    return code_paths;
-}
+const char *fkv_code_paths(void) { return code_paths; }
 
-__attribute__((constructor)) static void detect_at_load(void)
-{
-    fkv_use_simd(1);
-}
+__attribute__((constructor)) static void detect_at_load(void) { fkv_use_simd(1); }

@@ -1,4 +1,5 @@
-/* cpu.h: which instructions this processor has; asked once; fkv_use_simd() overrides it in tests. */
+/* cpu.h: which instructions this processor has; asked once; fkv_use_simd() overrides it in tests.
+ */
 #ifndef FLASHKV_CPU_H
 #define FLASHKV_CPU_H
 #include <stdbool.h>

@@ -36,13 +36,11 @@ static void fill_shift(uint32_t table[4][256], uint32_t bytes)
     for (int k = 0; k < 4; k++) {
         for (int bit = 0; bit < 8; bit++) {
             uint32_t crc = 1u << (8 * k + bit);
-            for (uint32_t i = 0; i < bytes; i++)
-                crc = crc >> 8 ^ slices[0][crc & 0xFF];
+            for (uint32_t i = 0; i < bytes; i++) crc = crc >> 8 ^ slices[0][crc & 0xFF];
             table[k][1 << bit] = crc;
         }
         table[k][0] = 0;
-        for (int b = 1; b < 256; b++)
-            table[k][b] = table[k][b & (b - 1)] ^ table[k][b & -b];
+        for (int b = 1; b < 256; b++) table[k][b] = table[k][b & (b - 1)] ^ table[k][b & -b];
     }
 }
 
@@ -50,8 +48,7 @@ __attribute__((constructor)) static void fill_tables(void)
 {
     for (uint32_t b = 0; b < 256; b++) {
         uint32_t crc = b;
-        for (int bit = 0; bit < 8; bit++)
-            crc = crc >> 1 ^ (crc & 1 ? POLYNOMIAL : 0);
+        for (int bit = 0; bit < 8; bit++) crc = crc >> 1 ^ (crc & 1 ? POLYNOMIAL : 0);
         slices[0][b] = crc;
     }
     for (int k = 1; k < 8; k++)
@@ -68,12 +65,11 @@ uint32_t fkv_crc32c_portable(uint32_t crc, const uint8_t *data, size_t length)
         uint64_t word;
         memcpy(&word, data, 8);
         word ^= crc;
-        crc = slices[7][word & 0xFF] ^ slices[6][word >> 8 & 0xFF] ^ slices[5][word >> 16 & 0xFF] ^
-              slices[4][word >> 24 & 0xFF] ^ slices[3][word >> 32 & 0xFF] ^
-              slices[2][word >> 40 & 0xFF] ^ slices[1][word >> 48 & 0xFF] ^ slices[0][word >> 56];
+        crc = slices[7][word & 0xFF] ^ slices[6][word >> 8 & 0xFF] ^ slices[5][word >> 16 & 0xFF]
+              ^ slices[4][word >> 24 & 0xFF] ^ slices[3][word >> 32 & 0xFF]
+              ^ slices[2][word >> 40 & 0xFF] ^ slices[1][word >> 48 & 0xFF] ^ slices[0][word >> 56];
     }
-    for (; length; data++, length--)
-        crc = crc >> 8 ^ slices[0][(crc ^ *data) & 0xFF];
+    for (; length; data++, length--) crc = crc >> 8 ^ slices[0][(crc ^ *data) & 0xFF];
     return ~crc;
 }
 
@@ -87,8 +83,8 @@ static inline uint64_t load64(const uint8_t *data)
 
 static inline uint32_t shifted(const uint32_t table[4][256], uint32_t crc)
 {
-    return table[0][crc & 0xFF] ^ table[1][crc >> 8 & 0xFF] ^ table[2][crc >> 16 & 0xFF] ^
-           table[3][crc >> 24];
+    return table[0][crc & 0xFF] ^ table[1][crc >> 8 & 0xFF] ^ table[2][crc >> 16 & 0xFF]
+           ^ table[3][crc >> 24];
 }
 
 /* The state after three parts of `part` bytes each (a multiple of 8). */
@@ -111,11 +107,9 @@ TARGET static uint32_t sse42(uint32_t state, const uint8_t *data, size_t length)
     for (; length >= 3 * SHORT_BYTES; data += 3 * SHORT_BYTES, length -= 3 * SHORT_BYTES)
         state = three_parts(state, data, SHORT_BYTES, shift_short);
     uint64_t wide = state;
-    for (; length >= 8; data += 8, length -= 8)
-        wide = _mm_crc32_u64(wide, load64(data));
+    for (; length >= 8; data += 8, length -= 8) wide = _mm_crc32_u64(wide, load64(data));
     state = (uint32_t)wide;
-    for (; length; data++, length--)
-        state = _mm_crc32_u8(state, *data);
+    for (; length; data++, length--) state = _mm_crc32_u8(state, *data);
     return state;
 }
 
@@ -132,8 +126,7 @@ _Static_assert(FKV_PAGE_BYTES == 3 * LONG_BYTES + 16, "page_sse42 takes exactly 
 uint32_t fkv_crc32c(uint32_t crc, const uint8_t *data, size_t length)
 {
 #if defined(__x86_64__)
-    if (fkv_cpu_has.sse42)
-        return ~sse42(~crc, data, length);
+    if (fkv_cpu_has.sse42) return ~sse42(~crc, data, length);
 #endif
     return fkv_crc32c_portable(crc, data, length);
 }
@@ -143,8 +136,7 @@ uint32_t fkv_crc32c(uint32_t crc, const uint8_t *data, size_t length)
 uint32_t fkv_page_crc(uint64_t sequence, uint32_t ordinal, const uint8_t *page)
 {
 #if defined(__x86_64__)
-    if (fkv_cpu_has.sse42)
-        return page_sse42(sequence, ordinal, page);
+    if (fkv_cpu_has.sse42) return page_sse42(sequence, ordinal, page);
 #endif
     uint8_t seed[12];
     memcpy(seed, &sequence, 8);

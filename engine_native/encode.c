@@ -1,10 +1,13 @@
-/* encode.c: blocks in the caller's memory -> whole records (header and payload pages) in a staging buffer.
+/* encode.c: blocks in the caller's memory -> whole records (header and payload pages) in a staging
+ * buffer.
  *
  * Invariants
- *  - the output depends only on the blocks, the geometry, the order and the record's fields: same input, same bytes;
+ *  - the output depends only on the blocks, the geometry, the order and the record's fields: same
+ * input, same bytes;
  *  - a record never takes more room than fkv_encode_bounds() said;
  *  - every byte of its pages is set (staging is reused); no page allocates; no I/O.
- * Where a record lies in its bound: payload from a page boundary on, header pages right in front of it.
+ * Where a record lies in its bound: payload from a page boundary on, header pages right in front of
+ * it.
  */
 #include "encode.h"
 #include <stdlib.h>
@@ -13,8 +16,11 @@
 #define ROUND8(n) (((uint64_t)(n) + 7u) & ~(uint64_t)7u)
 #define PAGES(bytes) (((bytes) + FKV_PAGE_BYTES - 1) / FKV_PAGE_BYTES)
 
-/* ---- sizes ------------------------------------------------------------------------------------------------------ */
-static void shape_of(const fkv_encode_batch *batch, const fkv_encode_record *record, fkv_record_shape *shape) {
+/* ---- sizes ---- */
+
+static void shape_of(const fkv_encode_batch *batch, const fkv_encode_record *record,
+                     fkv_record_shape *shape)
+{
     const fkv_geometry *g = batch->geometry;
     memset(shape, 0, sizeof *shape);
     uint64_t largest = 0;
@@ -27,15 +33,19 @@ static void shape_of(const fkv_encode_batch *batch, const fkv_encode_record *rec
         shape->aligned_bytes += fkv_raw_stride(bytes, true);
         if (bytes > largest) largest = bytes;
     }
-    shape->coded = record->codec != FKV_CODEC_RAW && fkv_geometry_codable(g) && shape->tokens <= 0xFFFF;
+    shape->coded =
+        record->codec != FKV_CODEC_RAW && fkv_geometry_codable(g) && shape->tokens <= 0xFFFF;
     if (shape->coded) {
         shape->streams = fkv_geometry_streams(g);
         for (uint32_t p = 0; p < g->plane_count; p++) {
             const fkv_plane_row *plane = &g->planes[p];
             uint64_t streams = (uint64_t)plane->layers * plane->heads;
-            /* The longest row of the code: every value an escape. A page is filled but for less than that. */
-            uint64_t row = fkv_plane_bases(plane) ? 2 * (uint64_t)plane->vector_bytes : plane->vector_bytes;
-            uint64_t fill = FKV_PAGE_BYTES - (row < FKV_PAGE_BYTES / 2 ? row : FKV_PAGE_BYTES / 2 + 512);
+            /* The longest row of the code: every value an escape. A page is filled but for less
+             * than that. */
+            uint64_t row =
+                fkv_plane_bases(plane) ? 2 * (uint64_t)plane->vector_bytes : plane->vector_bytes;
+            uint64_t fill =
+                FKV_PAGE_BYTES - (row < FKV_PAGE_BYTES / 2 ? row : FKV_PAGE_BYTES / 2 + 512);
             uint64_t pages = (uint64_t)shape->tokens * plane->vector_bytes / fill + 2;
             uint64_t by_count = shape->tokens / FKV_STRIPE_TOKENS_MAX;
             shape->payload_pages += streams * (pages + by_count);
@@ -56,22 +66,26 @@ static void shape_of(const fkv_encode_batch *batch, const fkv_encode_record *rec
     }
 }
 
-uint64_t fkv_header_room(const fkv_geometry *g, uint32_t block_count, const fkv_record_shape *s) {
+uint64_t fkv_header_room(const fkv_geometry *g, uint32_t block_count, const fkv_record_shape *s)
+{
     uint64_t bytes = sizeof(fkv_record_header);
     bytes += sizeof(fkv_tlv) + ROUND8(block_count * sizeof(fkv_block_row));
     bytes += sizeof(fkv_tlv) + ROUND8(s->key_bytes);
     bytes += sizeof(fkv_tlv) + ROUND8(g->plane_count * sizeof(fkv_plane_row));
     bytes += sizeof(fkv_tlv) + ROUND8(4 * s->payload_pages);
-    if (s->coded) return bytes + 2 * sizeof(fkv_tlv) + ROUND8(s->stream_bytes) + ROUND8(4 * s->stripes);
+    if (s->coded)
+        return bytes + 2 * sizeof(fkv_tlv) + ROUND8(s->stream_bytes) + ROUND8(4 * s->stripes);
     bytes += sizeof(fkv_tlv) + ROUND8(sizeof(fkv_order_row));
     return s->inlined ? bytes + sizeof(fkv_tlv) + ROUND8(s->payload_bytes) : bytes;
 }
 
-static uint64_t bound_of(const fkv_geometry *g, uint32_t block_count, const fkv_record_shape *s) {
+static uint64_t bound_of(const fkv_geometry *g, uint32_t block_count, const fkv_record_shape *s)
+{
     return (PAGES(fkv_header_room(g, block_count, s)) + s->payload_pages) * FKV_PAGE_BYTES;
 }
 
-void fkv_encode_bounds(const fkv_encode_batch *batch, uint64_t *bounds) {
+void fkv_encode_bounds(const fkv_encode_batch *batch, uint64_t *bounds)
+{
     for (uint64_t i = 0; i < batch->record_count; i++) {
         fkv_record_shape shape;
         shape_of(batch, &batch->records[i], &shape);
@@ -79,21 +93,25 @@ void fkv_encode_bounds(const fkv_encode_batch *batch, uint64_t *bounds) {
     }
 }
 
-/* ---- header --------------------------------------------------------------------------------------------------------- */
-static uint8_t *tlv_begin(uint8_t *at, uint16_t type, uint64_t length) {
+/* ---- header ---- */
+
+static uint8_t *tlv_begin(uint8_t *at, uint16_t type, uint64_t length)
+{
     fkv_tlv tlv = {type, 0, (uint32_t)length};
     memcpy(at, &tlv, sizeof tlv);
     return at + sizeof tlv;
 }
 
-static uint8_t *tlv_put(uint8_t *at, uint16_t type, const void *data, uint64_t length) {
+static uint8_t *tlv_put(uint8_t *at, uint16_t type, const void *data, uint64_t length)
+{
     at = tlv_begin(at, type, length);
     if (length) memcpy(at, data, length);
     return at + ROUND8(length);
 }
 
-static uint8_t *header_blocks(uint8_t *at, const fkv_encode_batch *batch, const fkv_encode_record *record,
-                              uint64_t key_bytes) {
+static uint8_t *header_blocks(uint8_t *at, const fkv_encode_batch *batch,
+                              const fkv_encode_record *record, uint64_t key_bytes)
+{
     const fkv_encode_block *blocks = &batch->blocks[record->first_block];
     at = tlv_begin(at, FKV_TLV_BLOCKS, record->block_count * sizeof(fkv_block_row));
     uint32_t token = 0;
@@ -107,17 +125,20 @@ static uint8_t *header_blocks(uint8_t *at, const fkv_encode_batch *batch, const 
     for (uint32_t i = 0; i < record->block_count; key += blocks[i++].key_bytes)
         memcpy(key, batch->keys + blocks[i].key_offset, blocks[i].key_bytes);
     for (uint32_t i = 0; i < record->block_count; key += blocks[i++].parent_bytes)
-        if (blocks[i].parent_bytes) memcpy(key, batch->parents + blocks[i].parent_offset, blocks[i].parent_bytes);
+        if (blocks[i].parent_bytes)
+            memcpy(key, batch->parents + blocks[i].parent_offset, blocks[i].parent_bytes);
     return at;
 }
 
 /* Writes the header in front of `payload` and fills what the caller needs to know of the record. */
-static void header_write(const fkv_encode_batch *batch, fkv_encode_record *record, const fkv_record_shape *s,
-                         uint8_t *payload, const fkv_record_parts *parts) {
+static void header_write(const fkv_encode_batch *batch, fkv_encode_record *record,
+                         const fkv_record_shape *s, uint8_t *payload, const fkv_record_parts *parts)
+{
     const fkv_geometry *g = batch->geometry;
     uint64_t used = fkv_header_room(g, record->block_count, s);
     uint32_t pages = (uint32_t)PAGES(used);
-    uint8_t *header = payload - (uint64_t)pages * FKV_PAGE_BYTES, *at = header + sizeof(fkv_record_header);
+    uint8_t *header = payload - (uint64_t)pages * FKV_PAGE_BYTES,
+            *at = header + sizeof(fkv_record_header);
     memset(header, 0, (uint64_t)pages * FKV_PAGE_BYTES);
     at = header_blocks(at, batch, record, s->key_bytes);
     at = tlv_put(at, FKV_TLV_PLANES, g->planes, g->plane_count * sizeof(fkv_plane_row));
@@ -137,27 +158,50 @@ static void header_write(const fkv_encode_batch *batch, fkv_encode_record *recor
     record->logical_bytes = s->logical_bytes;
     record->buffer_offset = (uint64_t)(header - batch->buffer);
     fkv_record_header fixed = {
-        .magic = {'F', 'K', 'V', 'R'}, .header_bytes = (uint32_t)used, .header_pages = (uint16_t)pages,
-        .kind = FKV_KIND_DATA, .group = (uint8_t)g->group, .pages = record->pages,
-        .block_count = (uint16_t)record->block_count, .codec = record->codec, .codec_version = 1,
-        .fidelity = FKV_FIDELITY_EXACT, .flags = record->flags, .tokens = s->tokens, .sequence = record->sequence,
-        .created_ms = batch->created_ms, .payload_bytes = s->payload_bytes, .logical_bytes = s->logical_bytes,
-        .start_token = record->start_token, .tlv_count = s->inlined ? 6 : s->coded ? 6 : 5,
+        .magic = {'F', 'K', 'V', 'R'},
+        .header_bytes = (uint32_t)used,
+        .header_pages = (uint16_t)pages,
+        .kind = FKV_KIND_DATA,
+        .group = (uint8_t)g->group,
+        .pages = record->pages,
+        .block_count = (uint16_t)record->block_count,
+        .codec = record->codec,
+        .codec_version = 1,
+        .fidelity = FKV_FIDELITY_EXACT,
+        .flags = record->flags,
+        .tokens = s->tokens,
+        .sequence = record->sequence,
+        .created_ms = batch->created_ms,
+        .payload_bytes = s->payload_bytes,
+        .logical_bytes = s->logical_bytes,
+        .start_token = record->start_token,
+        .tlv_count = s->inlined ? 6
+                     : s->coded ? 6
+                                : 5,
     };
     memcpy(fixed.namespace_digest, batch->namespace_digest, FKV_NAMESPACE_BYTES);
     memcpy(fixed.shard, batch->shard, FKV_SHARD_BYTES);
     memcpy(header, &fixed, sizeof fixed);
 }
 
-uint64_t fkv_encode_namespace(const uint8_t *namespace_digest, const uint8_t *json, uint64_t json_bytes,
-                              uint64_t sequence, uint64_t created_ms, uint8_t *buffer, uint64_t room) {
-    uint64_t used = sizeof(fkv_record_header) + sizeof(fkv_tlv) + ROUND8(json_bytes), pages = PAGES(used);
+uint64_t fkv_encode_namespace(const uint8_t *namespace_digest, const uint8_t *json,
+                              uint64_t json_bytes, uint64_t sequence, uint64_t created_ms,
+                              uint8_t *buffer, uint64_t room)
+{
+    uint64_t used = sizeof(fkv_record_header) + sizeof(fkv_tlv) + ROUND8(json_bytes),
+             pages = PAGES(used);
     if (pages * FKV_PAGE_BYTES > room || used > FKV_HEADER_BYTES_MAX) return 0;
     memset(buffer, 0, pages * FKV_PAGE_BYTES);
     fkv_record_header fixed = {
-        .magic = {'F', 'K', 'V', 'R'}, .header_bytes = (uint32_t)used, .header_pages = (uint16_t)pages,
-        .kind = FKV_KIND_NAMESPACE, .pages = (uint32_t)pages, .sequence = sequence, .created_ms = created_ms,
-        .start_token = FKV_POSITION_UNKNOWN, .tlv_count = 1,
+        .magic = {'F', 'K', 'V', 'R'},
+        .header_bytes = (uint32_t)used,
+        .header_pages = (uint16_t)pages,
+        .kind = FKV_KIND_NAMESPACE,
+        .pages = (uint32_t)pages,
+        .sequence = sequence,
+        .created_ms = created_ms,
+        .start_token = FKV_POSITION_UNKNOWN,
+        .tlv_count = 1,
     };
     memcpy(fixed.namespace_digest, namespace_digest, FKV_NAMESPACE_BYTES);
     memcpy(buffer, &fixed, sizeof fixed);
@@ -165,14 +209,17 @@ uint64_t fkv_encode_namespace(const uint8_t *namespace_digest, const uint8_t *js
     return pages * FKV_PAGE_BYTES;
 }
 
-/* ---- raw ----------------------------------------------------------------------------------------------------------- */
-static void gather_run(void *context, uint64_t stored, uint8_t *memory, uint64_t length) {
+/* ---- raw ---- */
+
+static void gather_run(void *context, uint64_t stored, uint8_t *memory, uint64_t length)
+{
     memcpy((uint8_t *)context + stored, memory, length);
 }
 
 /* All blocks, in the caller's order, back to back or each from a page boundary on. */
 static int raw_gather(const fkv_encode_batch *batch, const fkv_encode_record *record, bool aligned,
-                      uint8_t *payload) {
+                      uint8_t *payload)
+{
     const fkv_geometry *g = batch->geometry;
     fkv_place_in_memory *stored = malloc(fkv_geometry_entries(g) * sizeof *stored);
     if (!stored) return FKV_NO_MEMORY;
@@ -187,8 +234,8 @@ static int raw_gather(const fkv_encode_batch *batch, const fkv_encode_record *re
         }
         uint64_t bytes = fkv_block_bytes(g, b->tokens), stride = fkv_raw_stride(bytes, aligned);
         fkv_runs runs = {g, &order, stored, batch->view, 0, b->tokens};
-        fkv_runs_each(&runs, batch->pointers + (uint64_t)b->source * batch->view->region_count, gather_run,
-                      payload + at);
+        fkv_runs_each(&runs, batch->pointers + (uint64_t)b->source * batch->view->region_count,
+                      gather_run, payload + at);
         memset(payload + at + bytes, 0, stride - bytes);
         at += stride;
     }
@@ -196,9 +243,11 @@ static int raw_gather(const fkv_encode_batch *batch, const fkv_encode_record *re
     return FKV_OK;
 }
 
-static int encode_raw(const fkv_encode_batch *batch, fkv_encode_record *record, fkv_record_shape *s) {
+static int encode_raw(const fkv_encode_batch *batch, fkv_encode_record *record, fkv_record_shape *s)
+{
     uint8_t *base = batch->buffer + record->buffer_offset, inlined[FKV_INLINE_PAYLOAD_MAX];
-    uint8_t *payload = base + PAGES(fkv_header_room(batch->geometry, record->block_count, s)) * FKV_PAGE_BYTES;
+    uint8_t *payload =
+        base + PAGES(fkv_header_room(batch->geometry, record->block_count, s)) * FKV_PAGE_BYTES;
     fkv_record_parts parts = {.inlined = inlined};
     int status = raw_gather(batch, record, s->aligned, s->inlined ? inlined : payload);
     if (status != FKV_OK) return status;
@@ -217,8 +266,10 @@ static int encode_raw(const fkv_encode_batch *batch, fkv_encode_record *record, 
     return FKV_OK;
 }
 
-/* ---- one record -------------------------------------------------------------------------------------------------- */
-static void encode_one(const fkv_encode_batch *batch, fkv_encode_record *record) {
+/* ---- one record ---- */
+
+static void encode_one(const fkv_encode_batch *batch, fkv_encode_record *record)
+{
     fkv_record_shape shape;
     shape_of(batch, record, &shape);
     if (fkv_header_room(batch->geometry, record->block_count, &shape) > FKV_HEADER_BYTES_MAX
@@ -230,7 +281,8 @@ static void encode_one(const fkv_encode_batch *batch, fkv_encode_record *record)
         record->status = encode_raw(batch, record, &shape);
         return;
     }
-    uint64_t room = PAGES(fkv_header_room(batch->geometry, record->block_count, &shape)) * FKV_PAGE_BYTES;
+    uint64_t room =
+        PAGES(fkv_header_room(batch->geometry, record->block_count, &shape)) * FKV_PAGE_BYTES;
     uint8_t *payload = batch->buffer + record->buffer_offset + room;
     fkv_record_parts parts = {0};
     record->status = fkv_pages_encode(batch, record, &shape, payload, &parts);
@@ -251,7 +303,8 @@ typedef struct {
     encode_latch *latch;
 } encode_task;
 
-static void encode_run(fkv_task *task) {
+static void encode_run(fkv_task *task)
+{
     encode_task *t = task->owner;
     encode_latch *latch = t->latch;
     encode_one(t->batch, t->record);
@@ -261,8 +314,10 @@ static void encode_run(fkv_task *task) {
 }
 
 /* Small batches are coded here at once; else the workers take a record each, this thread too. */
-void fkv_encode(fkv_engine *engine, const fkv_encode_batch *batch) {
-    encode_task *tasks = batch->record_count > 1 ? malloc(batch->record_count * sizeof *tasks) : NULL;
+void fkv_encode(fkv_engine *engine, const fkv_encode_batch *batch)
+{
+    encode_task *tasks =
+        batch->record_count > 1 ? malloc(batch->record_count * sizeof *tasks) : NULL;
     if (!tasks) {
         for (uint64_t i = 0; i < batch->record_count; i++) encode_one(batch, &batch->records[i]);
         return;
@@ -271,8 +326,10 @@ void fkv_encode(fkv_engine *engine, const fkv_encode_batch *batch) {
     uint64_t large = 0;
     for (uint64_t i = 0; i < batch->record_count; i++) {
         uint64_t bytes = 0;
-        for (uint32_t b = 0; b < batch->records[i].block_count && bytes < FKV_ENCODE_TASK_BYTES; b++)
-            bytes += fkv_block_bytes(batch->geometry, batch->blocks[batch->records[i].first_block + b].tokens);
+        for (uint32_t b = 0; b < batch->records[i].block_count && bytes < FKV_ENCODE_TASK_BYTES;
+             b++)
+            bytes += fkv_block_bytes(batch->geometry,
+                                     batch->blocks[batch->records[i].first_block + b].tokens);
         tasks[i] = (encode_task){.batch = batch, .record = &batch->records[i], .latch = &latch};
         tasks[i].task = (fkv_task){.run = encode_run, .owner = &tasks[i]};
         /* Every other large record goes to the workers; they have one thread more than this. */

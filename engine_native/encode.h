@@ -4,19 +4,19 @@
 #include "io.h"
 #include "record.h"
 
-#define FKV_ENCODE_TASK_BYTES (64u << 10)   /* a record of less is coded by the thread that asks */
+#define FKV_ENCODE_TASK_BYTES (64u << 10) /* a record of less is coded by the thread that asks */
 
 /* Sizes of a record: bounds before it is coded, exact afterwards. */
 typedef struct {
     bool coded, aligned, inlined;
     uint32_t tokens;
     uint32_t streams;
-    uint64_t key_bytes;       /* keys and parents */
+    uint64_t key_bytes; /* keys and parents */
     uint64_t logical_bytes;
     uint64_t aligned_bytes;
     uint64_t payload_bytes;
     uint64_t payload_pages;
-    uint64_t stream_bytes;    /* of FKV_TLV_STREAMS */
+    uint64_t stream_bytes; /* of FKV_TLV_STREAMS */
     uint64_t stripes;
 } fkv_record_shape;
 
@@ -27,9 +27,11 @@ typedef struct {
     const uint8_t *inlined;
 } fkv_record_parts;
 
-uint64_t fkv_header_room(const fkv_geometry *geometry, uint32_t block_count, const fkv_record_shape *shape);
-/* Codes every stream into pages at `payload`; makes the shape exact. The caller frees the parts, always. */
-int fkv_pages_encode(const fkv_encode_batch *batch, const fkv_encode_record *record, fkv_record_shape *shape,
-                     uint8_t *payload, fkv_record_parts *parts);
+uint64_t fkv_header_room(const fkv_geometry *geometry, uint32_t block_count,
+                         const fkv_record_shape *shape);
+/* Codes every stream into pages at `payload`; makes the shape exact. The caller frees the parts,
+ * always. */
+int fkv_pages_encode(const fkv_encode_batch *batch, const fkv_encode_record *record,
+                     fkv_record_shape *shape, uint8_t *payload, fkv_record_parts *parts);
 void fkv_parts_free(fkv_record_parts *parts);
 #endif

@@ -29,8 +29,7 @@ static fkv_backend *backend_open(const fkv_engine_options *options, char *error,
 
     if (options->backend == FKV_BACKEND_AUTO || options->backend == FKV_BACKEND_IO_URING) {
         backend = fkv_io_uring_open(options, &uring_status);
-        if (backend == NULL)
-            snprintf(error, error_bytes, "io_uring: %s", refusal(uring_status));
+        if (backend == NULL) snprintf(error, error_bytes, "io_uring: %s", refusal(uring_status));
     }
     if (options->backend == FKV_BACKEND_THREADS
         || (options->backend == FKV_BACKEND_AUTO && backend == NULL)) {
@@ -46,12 +45,10 @@ static fkv_backend *backend_open(const fkv_engine_options *options, char *error,
 
 static const char *options_fault(const fkv_engine_options *options)
 {
-    if (options->backend > FKV_BACKEND_THREADS)
-        return "unknown backend";
+    if (options->backend > FKV_BACKEND_THREADS) return "unknown backend";
     if (options->queue_depth < 1 || options->queue_depth > QUEUE_DEPTH_MAX)
         return "queue_depth must be 1 to 4096";
-    if (options->workers < 1 || options->workers > WORKERS_MAX)
-        return "workers must be 1 to 256";
+    if (options->workers < 1 || options->workers > WORKERS_MAX) return "workers must be 1 to 256";
     if (options->io_threads < 1 || options->io_threads > WORKERS_MAX)
         return "io_threads must be 1 to 256";
     if (options->memory_alignment == 0
@@ -97,25 +94,19 @@ fkv_engine *fkv_engine_open(const fkv_engine_options *options, char *error, size
 
 void fkv_engine_close(fkv_engine *engine)
 {
-    if (engine == NULL)
-        return;
+    if (engine == NULL) return;
     /* The backend first: its last completions may still push tasks and give buffers back. */
-    if (engine->backend != NULL)
-        engine->backend->close(engine->backend);
+    if (engine->backend != NULL) engine->backend->close(engine->backend);
     fkv_workers_free(engine->workers);
     fkv_writes_drop(engine);
-    if (engine->headers != NULL)
-        fkv_header_cache_free(engine->headers);
+    if (engine->headers != NULL) fkv_header_cache_free(engine->headers);
     fkv_pool_free(engine->pool);
     pthread_cond_destroy(&engine->write_done);
     pthread_mutex_destroy(&engine->write_lock);
     free(engine);
 }
 
-const char *fkv_engine_backend(const fkv_engine *engine)
-{
-    return engine->backend->name;
-}
+const char *fkv_engine_backend(const fkv_engine *engine) { return engine->backend->name; }
 
 int fkv_backend_available(uint32_t backend)
 {
@@ -126,8 +117,7 @@ int fkv_backend_available(uint32_t backend)
         opened = fkv_io_uring_open(&options, &status);
     else if (backend == FKV_BACKEND_THREADS)
         opened = fkv_io_threads_open(&options, &status);
-    if (opened == NULL)
-        return 0;
+    if (opened == NULL) return 0;
     opened->close(opened);
     return 1;
 }
@@ -135,21 +125,17 @@ int fkv_backend_available(uint32_t backend)
 int fkv_engine_probe(fkv_engine *engine, int32_t fd, int writable)
 {
     uint8_t *written = fkv_buffer_alloc(2 * FKV_PAGE_BYTES);
-    if (written == NULL)
-        return -ENOMEM;
+    if (written == NULL) return -ENOMEM;
     uint8_t *read = written + FKV_PAGE_BYTES;
     int status = 0;
     if (writable) {
         for (unsigned i = 0; i < FKV_PAGE_BYTES; i++)
             written[i] = (uint8_t)(i * 151 + (i >> 8) + 1);
         status = fkv_pwrite(engine, fd, written, FKV_PAGE_BYTES, 0);
-        if (status == 0)
-            fkv_sync(engine, &fd, 1, &status);
+        if (status == 0) fkv_sync(engine, &fd, 1, &status);
     }
-    if (status == 0)
-        status = fkv_pread(engine, fd, read, FKV_PAGE_BYTES, 0);
-    if (status == 0 && writable && memcmp(written, read, FKV_PAGE_BYTES) != 0)
-        status = -EIO;
+    if (status == 0) status = fkv_pread(engine, fd, read, FKV_PAGE_BYTES, 0);
+    if (status == 0 && writable && memcmp(written, read, FKV_PAGE_BYTES) != 0) status = -EIO;
     fkv_buffer_free(written, 2 * FKV_PAGE_BYTES);
     return status;
 }
@@ -170,8 +156,7 @@ void fkv_engine_counters_get(fkv_engine *engine, fkv_engine_counters *counters)
 
 int fkv_engine_register(fkv_engine *engine, void *base, uint64_t length)
 {
-    if (length == 0)
-        return -EINVAL;
+    if (length == 0) return -EINVAL;
     return engine->backend->register_memory(engine->backend, base, length);
 }
 
@@ -187,28 +172,22 @@ static uint64_t whole_pages(uint64_t length)
 
 uint8_t *fkv_buffer_alloc(uint64_t length)
 {
-    if (length == 0 || length > UINT64_MAX / 2)
-        return NULL;
+    if (length == 0 || length > UINT64_MAX / 2) return NULL;
     length = whole_pages(length);
     /* Huge pages need a start at a multiple of their size: map more and cut the ends off. */
     uint64_t slack = length >= HUGE_PAGE ? HUGE_PAGE : 0;
-    uint8_t *mapped = mmap(NULL, length + slack, PROT_READ | PROT_WRITE,
-                           MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (mapped == MAP_FAILED)
-        return NULL;
-    if (slack == 0)
-        return mapped;
+    uint8_t *mapped =
+        mmap(NULL, length + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mapped == MAP_FAILED) return NULL;
+    if (slack == 0) return mapped;
     uint64_t before = (HUGE_PAGE - (uintptr_t)mapped % HUGE_PAGE) % HUGE_PAGE;
-    if (before > 0)
-        munmap(mapped, before);
-    if (slack > before)
-        munmap(mapped + before + length, slack - before);
+    if (before > 0) munmap(mapped, before);
+    if (slack > before) munmap(mapped + before + length, slack - before);
     madvise(mapped + before, length, MADV_HUGEPAGE);
     return mapped + before;
 }
 
 void fkv_buffer_free(uint8_t *base, uint64_t length)
 {
-    if (base != NULL)
-        munmap(base, whole_pages(length));
+    if (base != NULL) munmap(base, whole_pages(length));
 }

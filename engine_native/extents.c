@@ -9,28 +9,35 @@
 #include <stdlib.h>
 #include <string.h>
 
-static bool selects_all(const fkv_read_batch *batch) {
+static bool selects_all(const fkv_read_batch *batch)
+{
     if (batch->view->head_slots) return false;
     for (uint32_t i = 0; i < batch->view->entry_count; i++)
         if (batch->view->entries[i].region < 0) return false;
     return true;
 }
 
-/* A single block that is the whole record, raw, page-aligned: its bytes can land in place before its header is known. */
-static uint8_t *first_direct(const fkv_reading *reading, uint64_t *bytes) {
+/* A single block that is the whole record, raw, page-aligned: its bytes can land in place before
+ * its header is known. */
+static uint8_t *first_direct(const fkv_reading *reading, uint64_t *bytes)
+{
     const fkv_read_batch *batch = reading->job->batch;
     const fkv_read_record *r = reading->request;
-    if (!(r->flags & FKV_RECORD_ALIGNED) || r->record_blocks != 1 || r->want_count != 1) return NULL;
+    if (!(r->flags & FKV_RECORD_ALIGNED) || r->record_blocks != 1 || r->want_count != 1)
+        return NULL;
     const fkv_read_want *w = fkv_want_at(reading, r->first_want);
     *bytes = fkv_block_bytes(batch->geometry, r->record_tokens);
     uint64_t pages = r->pages - r->header_pages;
     if (w->first_token || (w->token_count && w->token_count != r->record_tokens)) return NULL;
-    if ((r->header_pages + 1u) * FKV_PAGE_BYTES > FKV_POOL_SMALL || pages > FKV_EXTENT_PAGES_MAX) return NULL;
-    if (*bytes > pages * FKV_PAGE_BYTES || *bytes + FKV_PAGE_BYTES <= pages * FKV_PAGE_BYTES) return NULL;
+    if ((r->header_pages + 1u) * FKV_PAGE_BYTES > FKV_POOL_SMALL || pages > FKV_EXTENT_PAGES_MAX)
+        return NULL;
+    if (*bytes > pages * FKV_PAGE_BYTES || *bytes + FKV_PAGE_BYTES <= pages * FKV_PAGE_BYTES)
+        return NULL;
     return fkv_raw_direct(reading, w, &batch->view->order, *bytes, r->record_tokens);
 }
 
-void fkv_extents_first(fkv_reading *reading) {
+void fkv_extents_first(fkv_reading *reading)
+{
     const fkv_read_batch *batch = reading->job->batch;
     const fkv_read_record *r = reading->request;
     fkv_extent *extent = fkv_extent_new(reading);
@@ -57,8 +64,10 @@ void fkv_extents_first(fkv_reading *reading) {
     fkv_extent_issue(extent);
 }
 
-/* ---- which pages ------------------------------------------------------------------------------------------------------ */
-static bool map_tokens(fkv_reading *reading) {
+/* ---- which pages ---- */
+
+static bool map_tokens(fkv_reading *reading)
+{
     const fkv_header *h = reading->header;
     uint32_t tokens = h->fixed.tokens;
     reading->token_wants = malloc(tokens * sizeof *reading->token_wants);
@@ -70,15 +79,17 @@ static bool map_tokens(fkv_reading *reading) {
         const fkv_read_want *w = fkv_want_at(reading, row);
         if (w->status != FKV_OK) continue;
         uint32_t first = h->blocks[w->ordinal].first_token + w->first_token;
-        if (reading->token_wants[first] >= 0) {     /* a token has one taker; see fkv_read_record */
+        if (reading->token_wants[first] >= 0) { /* a token has one taker; see fkv_read_record */
             fkv_want_fail(reading, row, FKV_MISS);
             continue;
         }
-        for (uint32_t t = first; t < first + w->token_count; t++) reading->token_wants[t] = (int32_t)row;
+        for (uint32_t t = first; t < first + w->token_count; t++)
+            reading->token_wants[t] = (int32_t)row;
     }
     reading->wanted_before[0] = 0;
     for (uint32_t t = 0; t < tokens; t++)
-        reading->wanted_before[t + 1] = (uint16_t)(reading->wanted_before[t] + (reading->token_wants[t] >= 0));
+        reading->wanted_before[t + 1] =
+            (uint16_t)(reading->wanted_before[t] + (reading->token_wants[t] >= 0));
     return true;
 }
 
@@ -87,7 +98,8 @@ typedef struct {
     uint64_t block_offset;
 } need_context;
 
-static void need_run(void *context, uint64_t stored, uint8_t *memory, uint64_t length) {
+static void need_run(void *context, uint64_t stored, uint8_t *memory, uint64_t length)
+{
     need_context *c = context;
     (void)memory;
     uint64_t from = (c->block_offset + stored) / FKV_PAGE_BYTES;
@@ -96,7 +108,8 @@ static void need_run(void *context, uint64_t stored, uint8_t *memory, uint64_t l
 }
 
 /* A whole block into its place without a copy; its pages are then no other read's. */
-static bool issue_direct(fkv_reading *reading, uint32_t row, uint64_t offset, uint64_t bytes) {
+static bool issue_direct(fkv_reading *reading, uint32_t row, uint64_t offset, uint64_t bytes)
+{
     const fkv_read_want *w = fkv_want_at(reading, row);
     const fkv_header *h = reading->header;
     uint8_t *memory = fkv_raw_direct(reading, w, &h->order, bytes, h->blocks[w->ordinal].tokens);
@@ -111,12 +124,14 @@ static bool issue_direct(fkv_reading *reading, uint32_t row, uint64_t offset, ui
             fkv_want_fail(reading, row, FKV_NO_MEMORY);
             return true;
         }
-        uint64_t at = (uint64_t)done * FKV_PAGE_BYTES, whole = bytes / FKV_PAGE_BYTES * FKV_PAGE_BYTES;
+        uint64_t at = (uint64_t)done * FKV_PAGE_BYTES,
+                 whole = bytes / FKV_PAGE_BYTES * FKV_PAGE_BYTES;
         extent->first_page = first + done;
         extent->page_count = count;
         extent->direct = memory + at;
-        extent->direct_bytes = whole - at < (uint64_t)count * FKV_PAGE_BYTES ? whole - at
-                                                                             : (uint64_t)count * FKV_PAGE_BYTES;
+        extent->direct_bytes = whole - at < (uint64_t)count * FKV_PAGE_BYTES
+                                   ? whole - at
+                                   : (uint64_t)count * FKV_PAGE_BYTES;
         extent->want = row;
         done += count;
         fkv_extent_issue(extent);
@@ -124,7 +139,8 @@ static bool issue_direct(fkv_reading *reading, uint32_t row, uint64_t offset, ui
     return true;
 }
 
-static void need_raw(fkv_reading *reading, const fkv_extent *have) {
+static void need_raw(fkv_reading *reading, const fkv_extent *have)
+{
     need_context context = {reading->needed, 0};
     uint32_t have_pages = have && !have->direct ? have->page_count : 0;
     for (uint32_t i = 0; i < reading->request->want_count; i++) {
@@ -134,13 +150,17 @@ static void need_raw(fkv_reading *reading, const fkv_extent *have) {
         if (w->status != FKV_OK) continue;
         fkv_raw_block_place(reading, w, &context.block_offset, &bytes);
         uint64_t end_page = (context.block_offset + bytes + FKV_PAGE_BYTES - 1) / FKV_PAGE_BYTES;
-        if (end_page > have_pages && issue_direct(reading, row, context.block_offset, bytes)) continue;
-        if (!fkv_raw_runs(reading, w, need_run, &context)) fkv_want_fail(reading, row, FKV_NO_MEMORY);
+        if (end_page > have_pages && issue_direct(reading, row, context.block_offset, bytes))
+            continue;
+        if (!fkv_raw_runs(reading, w, need_run, &context))
+            fkv_want_fail(reading, row, FKV_NO_MEMORY);
     }
 }
 
-/* ---- by which reads ------------------------------------------------------------------------------------------------------ */
-static uint32_t run_limit(const uint8_t *needed, uint32_t start, uint32_t end) {
+/* ---- by which reads ---- */
+
+static uint32_t run_limit(const uint8_t *needed, uint32_t start, uint32_t end)
+{
     uint32_t run = start;
     while (run < end && needed[run]) run++;
     run -= start;
@@ -150,14 +170,18 @@ static uint32_t run_limit(const uint8_t *needed, uint32_t start, uint32_t end) {
 }
 
 /* Last page of the extent that begins at `start`. */
-static uint32_t extent_last(const fkv_read_batch *batch, const uint8_t *needed, uint32_t start, uint32_t end,
-                            uint32_t *through) {
+static uint32_t extent_last(const fkv_read_batch *batch, const uint8_t *needed, uint32_t start,
+                            uint32_t end, uint32_t *through)
+{
     uint32_t last = start, wanted = 1, limit = run_limit(needed, start, end);
     for (uint32_t p = start + 1; p < end && p - start < limit; p++) {
         uint32_t gap = p - last - 1;
         if (gap > batch->gap_pages) break;
         if (!needed[p]) continue;
-        if (gap && (uint64_t)(p - start + 1) * 100 > (uint64_t)(wanted + 1) * batch->amplification_percent) break;
+        if (gap
+            && (uint64_t)(p - start + 1) * 100
+                   > (uint64_t)(wanted + 1) * batch->amplification_percent)
+            break;
         last = p;
         wanted++;
     }
@@ -165,7 +189,8 @@ static uint32_t extent_last(const fkv_read_batch *batch, const uint8_t *needed, 
     return last;
 }
 
-static void issue_needed(fkv_reading *reading, uint32_t from) {
+static void issue_needed(fkv_reading *reading, uint32_t from)
+{
     const fkv_read_batch *batch = reading->job->batch;
     uint32_t end = reading->header->payload_pages;
     for (uint32_t p = from; p < end; p++) {
@@ -178,20 +203,22 @@ static void issue_needed(fkv_reading *reading, uint32_t from) {
         }
         extent->first_page = p;
         extent->page_count = last - p + 1;
-        atomic_fetch_add_explicit(&reading->job->engine->read_through_pages, through, memory_order_relaxed);
+        atomic_fetch_add_explicit(&reading->job->engine->read_through_pages, through,
+                                  memory_order_relaxed);
         fkv_extent_issue(extent);
         p = last;
     }
 }
 
-void fkv_extents_rest(fkv_reading *reading, fkv_extent *have) {
+void fkv_extents_rest(fkv_reading *reading, fkv_extent *have)
+{
     const fkv_header *h = reading->header;
     if (have && have->direct) {
         if (!memcmp(h->order.axes, reading->job->batch->view->order.axes, 4)) {
             fkv_extent_place(have);
             return;
         }
-        have = NULL;             /* stored in another order than the one it was read for */
+        have = NULL; /* stored in another order than the one it was read for */
     }
     reading->needed = calloc(1, h->payload_pages + 1);
     if (!reading->needed) {
@@ -209,7 +236,10 @@ void fkv_extents_rest(fkv_reading *reading, fkv_extent *have) {
     }
     uint32_t have_pages = have ? have->page_count : 0;
     issue_needed(reading, have_pages);
-    /* Last, so that what is still missing is on its way meanwhile. Inline records have all in their header. */
-    if (have_pages) fkv_extent_place(have);
-    else if (h->inline_payload) fkv_extent_place(&(fkv_extent){.reading = reading});
+    /* Last, so that what is still missing is on its way meanwhile. Inline records have all in their
+     * header. */
+    if (have_pages)
+        fkv_extent_place(have);
+    else if (h->inline_payload)
+        fkv_extent_place(&(fkv_extent){.reading = reading});
 }

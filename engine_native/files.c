@@ -30,8 +30,7 @@ int fkv_direct_alignment(int32_t fd, uint32_t *memory_bytes, uint32_t *offset_by
     memset(&answer, 0, sizeof answer);
     if (syscall(SYS_statx, fd, "", AT_EMPTY_PATH, STATX_DIRECT_IO, &answer) != 0)
         return errno == ENOSYS || errno == EINVAL ? -EOPNOTSUPP : -errno;
-    if ((answer.mask & STATX_DIRECT_IO) == 0)
-        return -EOPNOTSUPP;
+    if ((answer.mask & STATX_DIRECT_IO) == 0) return -EOPNOTSUPP;
     *memory_bytes = answer.direct_memory_alignment;
     *offset_bytes = answer.direct_offset_alignment;
     return 0;
@@ -45,19 +44,14 @@ int fkv_preallocate(int32_t fd, uint64_t length)
 {
     struct stat status;
     int result = 0;
-    if (length == 0)
-        return 0;
+    if (length == 0) return 0;
     /* Not posix_fallocate: the C library's substitute for it writes into every block. */
     for (int i = 0; i < INTERRUPTIONS_MAX; i++) {
         result = fallocate(fd, 0, 0, (off_t)length) == 0 ? 0 : -errno;
-        if (result != -EINTR)
-            break;
+        if (result != -EINTR) break;
     }
-    if (result != -EOPNOTSUPP && result != -ENOSYS)
-        return result;
-    if (fstat(fd, &status) != 0)
-        return -errno;
-    if ((uint64_t)status.st_size < length && ftruncate(fd, (off_t)length) != 0)
-        return -errno;
+    if (result != -EOPNOTSUPP && result != -ENOSYS) return result;
+    if (fstat(fd, &status) != 0) return -errno;
+    if ((uint64_t)status.st_size < length && ftruncate(fd, (off_t)length) != 0) return -errno;
     return 1;
 }

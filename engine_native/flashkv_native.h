@@ -1,10 +1,11 @@
 /* flashkv_native.h: the only face of the data plane: plain structures and arrays in, arrays out.
  *
  * Invariants
- *  - no call keeps a pointer of the caller's after it returned, but for fkv_write_submit (until the write's tag
- *    was reaped) and fkv_engine_register;
+ *  - no call keeps a pointer of the caller's after it returned, but for fkv_write_submit (until the
+ * write's tag was reaped) and fkv_engine_register;
  *  - every call that can block (I/O, coding) is made with the GIL released by cffi;
- *  - statuses are FKV_OK, another FKV_* below, or a negative errno; flashkv/errors.py alone turns them into Python.
+ *  - statuses are FKV_OK, another FKV_* below, or a negative errno; flashkv/errors.py alone turns
+ * them into Python.
  *
  * build.py gives this file to cffi as well: plain declarations and integer constants only.
  */
@@ -13,20 +14,20 @@
 #include "format.h"
 #include <stddef.h>
 
-/* ---- statuses of one block ------------------------------------------------------------------------ */
+/* ---- statuses of one block ---- */
 #define FKV_OK 0
-#define FKV_MISS 1          /* not there, or another key under the same digest */
-#define FKV_DAMAGED 2       /* a checksum, length or key in the store was wrong */
-#define FKV_IO_ERROR 3      /* the device or file system failed */
+#define FKV_MISS 1     /* not there, or another key under the same digest */
+#define FKV_DAMAGED 2  /* a checksum, length or key in the store was wrong */
+#define FKV_IO_ERROR 3 /* the device or file system failed */
 #define FKV_TOO_LARGE 4
 #define FKV_NO_MEMORY 5
 
-/* ---- geometry and the caller's memory ------------------------------------------------------------- */
+/* ---- geometry and the caller's memory ---- */
 #define FKV_DTYPE_OPAQUE 0
 #define FKV_DTYPE_BF16 1
 #define FKV_DTYPE_FP16 2
 #define FKV_DTYPE_FP32 3
-#define FKV_DTYPE_BYTES 4   /* one-byte elements: fp8, int8 */
+#define FKV_DTYPE_BYTES 4 /* one-byte elements: fp8, int8 */
 
 typedef struct {
     uint32_t plane_count;
@@ -35,9 +36,10 @@ typedef struct {
 } fkv_geometry;
 
 /* Where the vectors of one plane in one layer lie, relative to the base of a region of the block.
- * address(head, token) = pointers[block][region] + offset + head * head_stride + token * token_stride */
+ * address(head, token) = pointers[block][region] + offset + head * head_stride + token *
+ * token_stride */
 typedef struct {
-    int32_t region;          /* -1: this layer is not wanted */
+    int32_t region; /* -1: this layer is not wanted */
     uint32_t reserved;
     int64_t offset;
     int64_t head_stride;
@@ -46,54 +48,60 @@ typedef struct {
 
 typedef struct {
     uint32_t region_count;
-    uint32_t entry_count;                 /* planes x layers, plane-major: entries of plane p begin at the sum of
-                                             the layers of the planes before it */
+    uint32_t entry_count; /* planes x layers, plane-major: entries of plane p begin at the sum of
+                             the layers of the planes before it */
     const fkv_place_in_memory *entries;
-    const int32_t *head_slots;            /* [heads] position of each head in the caller's memory, -1: not wanted;
-                                             NULL: all in order */
-    fkv_order_row order;                  /* what `raw` records as the caller's order; block_tokens: capacity */
+    const int32_t *head_slots; /* [heads] position of each head in the caller's memory, -1: not
+                                  wanted; NULL: all in order */
+    fkv_order_row order; /* what `raw` records as the caller's order; block_tokens: capacity */
 } fkv_view;
 
-/* Fills entries[planes x layers] for a contiguous block of `order`, the axes in `region_axes` (bit per FKV_AXIS_*:
- * LAYER and PLANE only, outermost in `order`) being split into regions; region_bytes[region_count] receives the
- * length of each. entries, region_bytes may be NULL to learn the count. Returns the region count or -EINVAL. */
+/* Fills entries[planes x layers] for a contiguous block of `order`, the axes in `region_axes` (bit
+ * per FKV_AXIS_*: LAYER and PLANE only, outermost in `order`) being split into regions;
+ * region_bytes[region_count] receives the length of each. entries, region_bytes may be NULL to
+ * learn the count. Returns the region count or -EINVAL. */
 int fkv_view_fill(const fkv_geometry *geometry, const fkv_order_row *order, uint32_t region_axes,
                   fkv_place_in_memory *entries, uint64_t *region_bytes);
 /* Bytes of a block of `tokens` tokens. */
 uint64_t fkv_block_bytes(const fkv_geometry *geometry, uint32_t tokens);
 
-/* ---- checksums, hashes, filters --------------------------------------------------------------------- */
-uint32_t fkv_crc32c(uint32_t crc, const uint8_t *data, size_t length);  /* crc: of the bytes before, 0 at first */
+/* ---- checksums, hashes, filters ---- */
+uint32_t fkv_crc32c(uint32_t crc, const uint8_t *data,
+                    size_t length); /* crc: of the bytes before, 0 at first */
 uint32_t fkv_crc32c_portable(uint32_t crc, const uint8_t *data, size_t length);
 void fkv_sha256(const uint8_t *data, size_t length, uint8_t *digest);
 void fkv_sha256_portable(const uint8_t *data, size_t length, uint8_t *digest);
 /* Token chain: chain[i] = SHA-256(chain[i-1] | tokens (int32 LE) | extra), chain[-1] = seed[32].
- * `count` tokens are cut every `granule`; a shorter last granule gets a key too. out: [ceil(count/granule)][32]. */
+ * `count` tokens are cut every `granule`; a shorter last granule gets a key too. out:
+ * [ceil(count/granule)][32]. */
 void fkv_token_chain(const uint8_t *seed, const int32_t *tokens, uint64_t count, uint32_t granule,
                      const uint8_t *extra, size_t extra_length, uint8_t *out);
 /* Split-block Bloom filter of 32-byte blocks over 16-byte digests. */
 uint64_t fkv_bloom_bytes(uint64_t count, uint32_t bits_per_key);
-void fkv_bloom_add(uint8_t *filter, uint64_t length, const uint8_t *digests, uint64_t count, uint32_t stride);
-void fkv_bloom_test(const uint8_t *filter, uint64_t length, const uint8_t *digests, uint64_t count, uint8_t *found);
-/* Names of the code paths that this processor takes, as "crc32c=sse4.2 sha256=sha-ni codec=avx2". */
+void fkv_bloom_add(uint8_t *filter, uint64_t length, const uint8_t *digests, uint64_t count,
+                   uint32_t stride);
+void fkv_bloom_test(const uint8_t *filter, uint64_t length, const uint8_t *digests, uint64_t count,
+                    uint8_t *found);
+/* Names of the code paths that this processor takes, as "crc32c=sse4.2 sha256=sha-ni codec=avx2".
+ */
 const char *fkv_code_paths(void);
 /* level 0: portable code everywhere (tests); 1: the best that the processor has. */
 void fkv_use_simd(int level);
 
-/* ---- index: digest of a block key -> record, block ------------------------------------------------- */
+/* ---- index: digest of a block key -> record, block ---- */
 typedef struct fkv_index fkv_index;
 
 /* What every digest of a (namespace, shard) begins with. */
 typedef struct {
-    uint8_t prefix[48];      /* namespace digest[32], shard[16] */
-    uint32_t namespace_id;   /* in-memory number of the namespace */
-    uint32_t digest_bytes;   /* 16; fewer only in tests, to force collisions */
+    uint8_t prefix[48];    /* namespace digest[32], shard[16] */
+    uint32_t namespace_id; /* in-memory number of the namespace */
+    uint32_t digest_bytes; /* 16; fewer only in tests, to force collisions */
 } fkv_keyspace;
 
 #define FKV_NONE 0xFFFFFFFF
 typedef struct {
     uint64_t sequence;
-    uint32_t record;         /* slot in the index's record table, FKV_NONE: absent */
+    uint32_t record; /* slot in the index's record table, FKV_NONE: absent */
     uint32_t segment;
     uint32_t page;
     uint32_t pages;
@@ -101,14 +109,14 @@ typedef struct {
     uint16_t header_pages;
     uint16_t record_blocks;
     uint16_t ordinal;
-    uint16_t tokens;         /* of the block */
+    uint16_t tokens; /* of the block */
     uint8_t group;
     uint8_t codec;
     uint8_t fidelity;
     uint8_t flags;
 } fkv_place;
 
-typedef struct {             /* a block that went out of the index: what a kill names */
+typedef struct { /* a block that went out of the index: what a kill names */
     uint32_t segment;
     uint32_t page;
     uint64_t epoch;
@@ -126,7 +134,7 @@ typedef struct {
 
 typedef struct {
     uint64_t epoch;
-    uint64_t live_pages;     /* pages of records that have a live block */
+    uint64_t live_pages; /* pages of records that have a live block */
     uint64_t live_blocks;
     uint64_t live_records;
     uint32_t pins;
@@ -136,39 +144,47 @@ typedef struct {
 fkv_index *fkv_index_new(void);
 void fkv_index_free(fkv_index *index);
 /* keys: bytes back to back; ends[i]: where key i ends. */
-void fkv_key_digests(const fkv_keyspace *space, const uint8_t *keys, const uint64_t *ends, uint64_t count,
-                     uint8_t *digests);
+void fkv_key_digests(const fkv_keyspace *space, const uint8_t *keys, const uint64_t *ends,
+                     uint64_t count, uint8_t *digests);
 /* A segment must be begun (epoch set, no records) before records of it are added. */
 int fkv_index_begin_segment(fkv_index *index, uint32_t segment, uint64_t epoch);
-/* Adds records and their blocks. A digest that is there already goes to the higher sequence (equal: the newcomer);
- * the loser is reported in dropped[] (room for block_count; loser may be the newcomer itself), count in *dropped_count.
- * namespace_ids maps a record's namespace_ordinal. kills (sorted by page, then ordinal) hide blocks of this segment. */
-int fkv_index_add(fkv_index *index, uint32_t segment, const fkv_directory_record *records, uint64_t record_count,
-                  const fkv_directory_block *blocks, uint64_t block_count, const uint32_t *namespace_ids,
-                  const fkv_manifest_kill *kills, uint64_t kill_count, fkv_dropped *dropped,
-                  uint64_t *dropped_count);
+/* Adds records and their blocks. A digest that is there already goes to the higher sequence (equal:
+ * the newcomer); the loser is reported in dropped[] (room for block_count; loser may be the
+ * newcomer itself), count in *dropped_count. namespace_ids maps a record's namespace_ordinal. kills
+ * (sorted by page, then ordinal) hide blocks of this segment. */
+int fkv_index_add(fkv_index *index, uint32_t segment, const fkv_directory_record *records,
+                  uint64_t record_count, const fkv_directory_block *blocks, uint64_t block_count,
+                  const uint32_t *namespace_ids, const fkv_manifest_kill *kills,
+                  uint64_t kill_count, fkv_dropped *dropped, uint64_t *dropped_count);
 /* pin != 0: each place found holds one pin on its segment until fkv_index_unpin. */
-void fkv_index_lookup(fkv_index *index, const uint8_t *digests, uint64_t count, int pin, fkv_place *places);
-void fkv_index_unpin(fkv_index *index, const uint32_t *segments, uint64_t count); /* FKV_NONE entries are skipped */
-void fkv_index_contains(fkv_index *index, const fkv_keyspace *space, const uint8_t *keys, const uint64_t *ends,
-                        uint64_t count, uint8_t *found);
-int fkv_index_contains_one(fkv_index *index, const fkv_keyspace *space, const uint8_t *key, uint64_t length);
-/* Leading keys present; with pin their segments are pinned once each, listed in segments[] (room: count). */
-uint64_t fkv_index_match(fkv_index *index, const fkv_keyspace *space, const uint8_t *keys, const uint64_t *ends,
-                         uint64_t count, int pin, uint32_t *segments, uint64_t *segment_count);
-/* Removes blocks by digest; only where the place still is (sequences[i] equal) if sequences is not NULL.
- * dropped[count] receives what went, *dropped_count how many. */
-void fkv_index_remove(fkv_index *index, const uint8_t *digests, const uint64_t *sequences, uint64_t count,
-                      fkv_dropped *dropped, uint64_t *dropped_count);
-/* Drops every block of a segment, of a record (by sequence), of a namespace; returns how many blocks went. */
+void fkv_index_lookup(fkv_index *index, const uint8_t *digests, uint64_t count, int pin,
+                      fkv_place *places);
+void fkv_index_unpin(fkv_index *index, const uint32_t *segments,
+                     uint64_t count); /* FKV_NONE entries are skipped */
+void fkv_index_contains(fkv_index *index, const fkv_keyspace *space, const uint8_t *keys,
+                        const uint64_t *ends, uint64_t count, uint8_t *found);
+int fkv_index_contains_one(fkv_index *index, const fkv_keyspace *space, const uint8_t *key,
+                           uint64_t length);
+/* Leading keys present; with pin their segments are pinned once each, listed in segments[] (room:
+ * count). */
+uint64_t fkv_index_match(fkv_index *index, const fkv_keyspace *space, const uint8_t *keys,
+                         const uint64_t *ends, uint64_t count, int pin, uint32_t *segments,
+                         uint64_t *segment_count);
+/* Removes blocks by digest; only where the place still is (sequences[i] equal) if sequences is not
+ * NULL. dropped[count] receives what went, *dropped_count how many. */
+void fkv_index_remove(fkv_index *index, const uint8_t *digests, const uint64_t *sequences,
+                      uint64_t count, fkv_dropped *dropped, uint64_t *dropped_count);
+/* Drops every block of a segment, of a record (by sequence), of a namespace; returns how many
+ * blocks went. */
 uint64_t fkv_index_drop_segment(fkv_index *index, uint32_t segment);
 uint64_t fkv_index_drop_sequences(fkv_index *index, const uint64_t *sequences, uint64_t count);
 uint64_t fkv_index_drop_namespace(fkv_index *index, uint32_t namespace_id);
 void fkv_index_totals_get(fkv_index *index, fkv_index_totals *totals);
-void fkv_index_usage(fkv_index *index, const uint32_t *segments, uint64_t count, fkv_segment_usage *usage);
+void fkv_index_usage(fkv_index *index, const uint32_t *segments, uint64_t count,
+                     fkv_segment_usage *usage);
 uint64_t fkv_index_namespace_blocks(fkv_index *index, uint32_t namespace_id);
 
-/* ---- engine: I/O backend, workers, buffers ----------------------------------------------------------- */
+/* ---- engine: I/O backend, workers, buffers ---- */
 typedef struct fkv_engine fkv_engine;
 
 #define FKV_BACKEND_AUTO 0
@@ -177,12 +193,12 @@ typedef struct fkv_engine fkv_engine;
 
 typedef struct {
     uint32_t backend;
-    uint32_t queue_depth;        /* operations at the device at once */
-    uint32_t workers;            /* threads that check, decode and encode */
-    uint32_t io_threads;         /* of the threads backend */
-    uint32_t retries;            /* of one operation on EINTR, EAGAIN and short results */
-    uint32_t memory_alignment;   /* of addresses for direct I/O */
-    uint64_t read_buffer_bytes;  /* bounce buffers of all reads together */
+    uint32_t queue_depth;       /* operations at the device at once */
+    uint32_t workers;           /* threads that check, decode and encode */
+    uint32_t io_threads;        /* of the threads backend */
+    uint32_t retries;           /* of one operation on EINTR, EAGAIN and short results */
+    uint32_t memory_alignment;  /* of addresses for direct I/O */
+    uint64_t read_buffer_bytes; /* bounce buffers of all reads together */
     uint64_t header_cache_bytes;
 } fkv_engine_options;
 
@@ -190,12 +206,12 @@ typedef struct {
     uint64_t reads, writes, syncs;
     uint64_t read_bytes, written_bytes;
     uint64_t retries, short_results, errors;
-    uint64_t direct_reads;       /* extents that landed in the caller's memory */
+    uint64_t direct_reads; /* extents that landed in the caller's memory */
     uint64_t bounced_reads;
     uint64_t read_through_pages; /* gap pages, read and not used */
     uint64_t buffer_waits;       /* reads that waited for a bounce buffer */
     uint64_t header_hits, header_misses, header_cache_bytes;
-    uint64_t registered_bytes;   /* memory registered with the kernel */
+    uint64_t registered_bytes; /* memory registered with the kernel */
     uint64_t buffers_in_use;
     uint64_t inflight;
 } fkv_engine_counters;
@@ -204,51 +220,55 @@ typedef struct {
 fkv_engine *fkv_engine_open(const fkv_engine_options *options, char *error, size_t error_bytes);
 void fkv_engine_close(fkv_engine *engine);
 const char *fkv_engine_backend(const fkv_engine *engine);
-int fkv_backend_available(uint32_t backend);     /* compiled in, and the kernel lets it start */
+int fkv_backend_available(uint32_t backend); /* compiled in, and the kernel lets it start */
 /* Real I/O on fd (one page at offset 0; written first if writable): 0 or -errno. */
 int fkv_engine_probe(fkv_engine *engine, int32_t fd, int writable);
 void fkv_engine_counters_get(fkv_engine *engine, fkv_engine_counters *counters);
-/* Registers memory for I/O without per-call pinning: 0, or -errno (memlock limit): I/O then works unregistered. */
+/* Registers memory for I/O without per-call pinning: 0, or -errno (memlock limit): I/O then works
+ * unregistered. */
 int fkv_engine_register(fkv_engine *engine, void *base, uint64_t length);
 /* Must come before memory that was registered is given back to the system. 0 or -ENOENT. */
 int fkv_engine_unregister(fkv_engine *engine, void *base);
 
-uint8_t *fkv_buffer_alloc(uint64_t length);      /* page-aligned (huge pages where to be had), zeroed; NULL */
+uint8_t *
+fkv_buffer_alloc(uint64_t length); /* page-aligned (huge pages where to be had), zeroed; NULL */
 void fkv_buffer_free(uint8_t *base, uint64_t length);
 
-/* What direct I/O on this file needs of addresses and of offsets and lengths, as the kernel tells it (0 and 0: it
- * refuses direct I/O). 0, or -EOPNOTSUPP where the kernel can't tell. */
+/* What direct I/O on this file needs of addresses and of offsets and lengths, as the kernel tells
+ * it (0 and 0: it refuses direct I/O). 0, or -EOPNOTSUPP where the kernel can't tell. */
 int fkv_direct_alignment(int32_t fd, uint32_t *memory_bytes, uint32_t *offset_bytes);
-/* Makes the file `length` bytes long, with space reserved. 0; 1: made long, but the file system can't reserve;
- * or -errno. Never shortens. */
+/* Makes the file `length` bytes long, with space reserved. 0; 1: made long, but the file system
+ * can't reserve; or -errno. Never shortens. */
 int fkv_preallocate(int32_t fd, uint64_t length);
 
 /* Blocking helpers for the few places that move single extents. 0 or -errno. */
 int fkv_pread(fkv_engine *engine, int32_t fd, uint8_t *buffer, uint64_t length, uint64_t offset);
-int fkv_pwrite(fkv_engine *engine, int32_t fd, const uint8_t *buffer, uint64_t length, uint64_t offset);
+int fkv_pwrite(fkv_engine *engine, int32_t fd, const uint8_t *buffer, uint64_t length,
+               uint64_t offset);
 /* fdatasync of each file; results[i]: 0 or -errno. Never retried. */
 void fkv_sync(fkv_engine *engine, const int32_t *fds, uint64_t count, int32_t *results);
 
-/* Asynchronous writes. `data` stays the engine's until the tag was reaped. Split to at most 1 MiB an operation. */
+/* Asynchronous writes. `data` stays the engine's until the tag was reaped. Split to at most 1 MiB
+ * an operation. */
 typedef struct {
     uint64_t tag;
     uint64_t offset;
     uint64_t length;
     const uint8_t *data;
     int32_t fd;
-    int32_t result;              /* out, when reaped: 0 or -errno */
+    int32_t result; /* out, when reaped: 0 or -errno */
 } fkv_write;
 int fkv_write_submit(fkv_engine *engine, const fkv_write *writes, uint64_t count);
-/* Finished writes, at most `room`; waits up to timeout_ms for the first one (-1: without limit; 0: polls).
- * Returns how many. */
+/* Finished writes, at most `room`; waits up to timeout_ms for the first one (-1: without limit; 0:
+ * polls). Returns how many. */
 int64_t fkv_write_reap(fkv_engine *engine, fkv_write *finished, uint64_t room, int64_t timeout_ms);
-uint64_t fkv_writes_inflight(fkv_engine *engine);   /* submitted and not yet reaped */
+uint64_t fkv_writes_inflight(fkv_engine *engine); /* submitted and not yet reaped */
 
-/* ---- encode: blocks in the caller's memory -> records in a staging buffer ------------------------------ */
+/* ---- encode: blocks in the caller's memory -> records in a staging buffer ---- */
 typedef struct {
-    uint64_t key_offset;         /* in keys */
-    uint64_t parent_offset;      /* in parents */
-    uint32_t source;             /* row of pointers[][region_count] */
+    uint64_t key_offset;    /* in keys */
+    uint64_t parent_offset; /* in parents */
+    uint32_t source;        /* row of pointers[][region_count] */
     uint16_t tokens;
     uint8_t key_bytes;
     uint8_t parent_bytes;
@@ -257,16 +277,17 @@ typedef struct {
 typedef struct {
     uint64_t sequence;
     uint64_t start_token;
-    uint64_t buffer_offset;      /* in: room of fkv_encode_bound() bytes, page-aligned; out: where the record begins */
-    uint64_t logical_bytes;      /* out */
+    uint64_t buffer_offset; /* in: room of fkv_encode_bound() bytes, page-aligned; out: where the
+                               record begins */
+    uint64_t logical_bytes; /* out */
     uint32_t first_block;
     uint32_t block_count;
-    uint32_t pages;              /* out: header and payload */
-    uint16_t header_pages;       /* out */
-    uint8_t codec;               /* in: asked for; out: used */
-    uint8_t flags;               /* out */
-    uint32_t tokens;             /* out */
-    int32_t status;              /* out: FKV_OK, FKV_TOO_LARGE, FKV_NO_MEMORY */
+    uint32_t pages;        /* out: header and payload */
+    uint16_t header_pages; /* out */
+    uint8_t codec;         /* in: asked for; out: used */
+    uint8_t flags;         /* out */
+    uint32_t tokens;       /* out */
+    int32_t status;        /* out: FKV_OK, FKV_TOO_LARGE, FKV_NO_MEMORY */
 } fkv_encode_record;
 
 typedef struct {
@@ -287,19 +308,21 @@ typedef struct {
 /* Bytes of staging that a record of these blocks can need, whatever they hold. */
 void fkv_encode_bounds(const fkv_encode_batch *batch, uint64_t *bounds);
 void fkv_encode(fkv_engine *engine, const fkv_encode_batch *batch);
-/* A record that holds a namespace's readable identity, one page or more; returns its bytes or 0 (too large). */
-uint64_t fkv_encode_namespace(const uint8_t *namespace_digest, const uint8_t *json, uint64_t json_bytes,
-                              uint64_t sequence, uint64_t created_ms, uint8_t *buffer, uint64_t room);
+/* A record that holds a namespace's readable identity, one page or more; returns its bytes or 0
+ * (too large). */
+uint64_t fkv_encode_namespace(const uint8_t *namespace_digest, const uint8_t *json,
+                              uint64_t json_bytes, uint64_t sequence, uint64_t created_ms,
+                              uint8_t *buffer, uint64_t room);
 /* Binds a record to its place: the header's checksum, then nothing of it may change. */
 void fkv_record_bind(uint8_t *header, const uint8_t *segment_uuid, uint64_t epoch, uint32_t page);
 /* The same for records at offsets[i] of a buffer, placed at pages[i] of one segment. */
-void fkv_records_bind(uint8_t *buffer, const uint64_t *offsets, const uint32_t *pages, uint64_t count,
-                      const uint8_t *segment_uuid, uint64_t epoch);
+void fkv_records_bind(uint8_t *buffer, const uint64_t *offsets, const uint32_t *pages,
+                      uint64_t count, const uint8_t *segment_uuid, uint64_t epoch);
 
-/* ---- read: records -> the caller's memory --------------------------------------------------------------- */
-/* One record and its wanted blocks. A block stands at most once among the wants of one fkv_read_record; who wants it
- * twice lists the record twice. */
-typedef struct {
+/* ---- read: records -> the caller's memory ---- */
+*One record and its wanted blocks.A block stands at most once among the wants of
+     one *fkv_read_record;
+who wants it twice lists the record twice.* / typedef struct {
     uint64_t sequence;
     uint64_t epoch;
     const uint8_t *segment_uuid;
@@ -319,12 +342,12 @@ typedef struct {
 
 typedef struct {
     uint64_t key_offset;
-    uint32_t target;             /* row of pointers[][region_count] */
+    uint32_t target; /* row of pointers[][region_count] */
     uint16_t key_bytes;
     uint16_t ordinal;
-    uint16_t first_token;        /* in the block */
-    uint16_t token_count;        /* 0: to the block's end */
-    uint32_t status;             /* out */
+    uint16_t first_token; /* in the block */
+    uint16_t token_count; /* 0: to the block's end */
+    uint32_t status;      /* out */
 } fkv_read_want;
 
 typedef struct {
@@ -338,68 +361,76 @@ typedef struct {
     uint64_t record_count;
     fkv_read_want *wants;
     uint64_t want_count;
-    uint32_t gap_pages;              /* read through at most so many unwanted pages ... */
-    uint32_t amplification_percent;  /* ... while pages read <= this share of those wanted (125) */
+    uint32_t gap_pages;             /* read through at most so many unwanted pages ... */
+    uint32_t amplification_percent; /* ... while pages read <= this share of those wanted (125) */
 } fkv_read_batch;
 
-/* Reads, checks, decodes and scatters all records of the batch; returns when every want has its status. */
+/* Reads, checks, decodes and scatters all records of the batch; returns when every want has its
+ * status. */
 void fkv_read(fkv_engine *engine, const fkv_read_batch *batch);
-void fkv_header_cache_drop(fkv_engine *engine, uint32_t segment);   /* forget a segment's headers */
+void fkv_header_cache_drop(fkv_engine *engine, uint32_t segment); /* forget a segment's headers */
 
-/* ---- scan: what a segment really holds (recovery of tails, fsck, dump) ------------------------------------ */
-#define FKV_SCAN_VERIFY_PAGES 1      /* a record counts only if every page's checksum is right */
+/* ---- scan: what a segment really holds (recovery of tails, fsck, dump) ---- */
+#define FKV_SCAN_VERIFY_PAGES 1 /* a record counts only if every page's checksum is right */
 typedef struct {
-    fkv_directory_record row;        /* namespace_ordinal: row of namespaces found */
+    fkv_directory_record row; /* namespace_ordinal: row of namespaces found */
     uint8_t kind;
-    uint8_t bad_pages;               /* some page's checksum was wrong (reported, not counted, without VERIFY) */
+    uint8_t bad_pages; /* some page's checksum was wrong (reported, not counted, without VERIFY) */
     uint16_t reserved;
-    uint32_t first_block;            /* row of blocks */
+    uint32_t first_block; /* row of blocks */
 } fkv_scan_record;
 
 typedef struct fkv_scan fkv_scan;
-/* Scans pages [first_page, end_page) of a segment, resynchronising page by page past what is no record.
- * Pages that the device can't read are passed over and counted. NULL: no memory (*status = -ENOMEM). */
-fkv_scan *fkv_scan_segment(fkv_engine *engine, int32_t fd, const uint8_t *segment_uuid, uint64_t epoch,
-                           uint32_t first_page, uint32_t end_page, uint32_t flags, int32_t *status);
+/* Scans pages [first_page, end_page) of a segment, resynchronising page by page past what is no
+ * record. Pages that the device can't read are passed over and counted. NULL: no memory (*status =
+ * -ENOMEM). */
+fkv_scan *fkv_scan_segment(fkv_engine *engine, int32_t fd, const uint8_t *segment_uuid,
+                           uint64_t epoch, uint32_t first_page, uint32_t end_page, uint32_t flags,
+                           int32_t *status);
 uint64_t fkv_scan_record_count(const fkv_scan *scan);
 const fkv_scan_record *fkv_scan_records(const fkv_scan *scan);
 uint64_t fkv_scan_block_count(const fkv_scan *scan);
-const fkv_directory_block *fkv_scan_blocks(const fkv_scan *scan);   /* digests are filled */
+const fkv_directory_block *fkv_scan_blocks(const fkv_scan *scan); /* digests are filled */
 uint64_t fkv_scan_namespace_count(const fkv_scan *scan);
-const uint8_t *fkv_scan_namespaces(const fkv_scan *scan);           /* digest[32][] */
-uint64_t fkv_scan_damaged(const fkv_scan *scan);                    /* records with a magic but wrong contents */
-uint64_t fkv_scan_unreadable(const fkv_scan *scan);                 /* pages that the device could not read */
-uint32_t fkv_scan_end_page(const fkv_scan *scan);                   /* first page behind the last record */
+const uint8_t *fkv_scan_namespaces(const fkv_scan *scan); /* digest[32][] */
+uint64_t fkv_scan_damaged(const fkv_scan *scan);    /* records with a magic but wrong contents */
+uint64_t fkv_scan_unreadable(const fkv_scan *scan); /* pages that the device could not read */
+uint32_t fkv_scan_end_page(const fkv_scan *scan);   /* first page behind the last record */
 void fkv_scan_free(fkv_scan *scan);
 
-/* ---- record headers, for tools ---------------------------------------------------------------------------- */
-/* Length of the header in pages if `page` (one page) begins a record bound to this place, else 0. */
-uint32_t fkv_header_peek(const uint8_t *page, uint32_t page_number);
+/* ---- record headers, for tools ---- */
+*Length of the header in pages if `page` (one page)begins a record bound to this place,
+    else 0. * / uint32_t fkv_header_peek(const uint8_t *page, uint32_t page_number);
 /* Checks a whole header (checksum, bounds, every TLV): FKV_OK or FKV_DAMAGED. */
-int fkv_header_check(const uint8_t *header, uint64_t length, const uint8_t *segment_uuid, uint64_t epoch,
-                     uint32_t page);
+int fkv_header_check(const uint8_t *header, uint64_t length, const uint8_t *segment_uuid,
+                     uint64_t epoch, uint32_t page);
 /* Byte offset and length of a TLV's payload in a checked header; 0 and 0 if it isn't there. */
-void fkv_header_tlv(const uint8_t *header, uint64_t length, uint32_t type, uint32_t *offset, uint32_t *bytes);
+void fkv_header_tlv(const uint8_t *header, uint64_t length, uint32_t type, uint32_t *offset,
+                    uint32_t *bytes);
 typedef struct {
     uint32_t stream;
-    uint32_t page;                   /* of the payload */
+    uint32_t page; /* of the payload */
     uint16_t offset;
     uint16_t length;
-    uint16_t first_token;            /* in the record */
+    uint16_t first_token; /* in the record */
     uint16_t tokens;
 } fkv_stripe;
-/* The stripe table of a checked header, decoded; returns the count (at most room are written), or -1: damaged. */
-int64_t fkv_header_stripes(const uint8_t *header, uint64_t length, fkv_stripe *stripes, uint64_t room);
+/* The stripe table of a checked header, decoded; returns the count (at most room are written), or
+ * -1: damaged. */
+int64_t fkv_header_stripes(const uint8_t *header, uint64_t length, fkv_stripe *stripes,
+                           uint64_t room);
 uint32_t fkv_page_crc(uint64_t sequence, uint32_t ordinal, const uint8_t *page);
 
-/* ---- codec, for tests: one stripe of one stream ------------------------------------------------------------- */
-/* rows: count addresses of vectors. bases: ceil(values / FKV_STREAM_GROUP) bytes. */
-void fkv_fxp_choose(const uint64_t *rows, uint32_t count, uint32_t vector_bytes, uint32_t mode, uint8_t *bases);
-void fkv_fxp_costs(const uint64_t *rows, uint32_t count, uint32_t vector_bytes, uint32_t mode, const uint8_t *bases,
-                   uint16_t *costs);   /* bytes that each row takes in a stripe */
+/* ---- codec, for tests: one stripe of one stream ---- */
+*rows : count addresses of vectors.bases
+    : ceil(values / FKV_STREAM_GROUP) bytes.
+          * / void fkv_fxp_choose(const uint64_t *rows, uint32_t count, uint32_t vector_bytes, uint32_t mode, uint8_t *bases);
+void fkv_fxp_costs(const uint64_t *rows, uint32_t count, uint32_t vector_bytes, uint32_t mode,
+                   const uint8_t *bases,
+                   uint16_t *costs); /* bytes that each row takes in a stripe */
 uint32_t fkv_fxp_encode(const uint64_t *rows, uint32_t count, uint32_t vector_bytes, uint32_t mode,
                         const uint8_t *bases, uint8_t *out);
 /* rows[i] == 0: row i is not wanted. 0, or -1 where the stripe's length does not fit. */
-int fkv_fxp_decode(const uint8_t *in, uint32_t length, uint32_t count, uint32_t vector_bytes, uint32_t mode,
-                   const uint8_t *bases, const uint64_t *rows);
+int fkv_fxp_decode(const uint8_t *in, uint32_t length, uint32_t count, uint32_t vector_bytes,
+                   uint32_t mode, const uint8_t *bases, const uint64_t *rows);
 #endif

@@ -1,10 +1,10 @@
 /* format.h: every structure that flashkv writes to disk, format version 0.
  *
  * Invariants
- *  - little-endian, naturally aligned, no hidden padding; size and offsets are checked at compile time
- *    (format_check.c);
- *  - this file is read twice: by the C compiler and, through build.py, by cffi. It therefore holds plain
- *    structures, integer constants and comments only;
+ *  - little-endian, naturally aligned, no hidden padding; size and offsets are checked at compile
+ * time (format_check.c);
+ *  - this file is read twice: by the C compiler and, through build.py, by cffi. It therefore holds
+ * plain structures, integer constants and comments only;
  *  - reserved fields are written as zero and refused when they are not zero.
  *
  * docs/format.md describes the same bytes in words.
@@ -28,12 +28,12 @@
 #define FKV_BLOCKS_PER_RECORD_MAX 1024
 #define FKV_POSITION_UNKNOWN 0xFFFFFFFFFFFFFFFF
 
-/* ---- superblock: one page, two files --------------------------------------------------------- */
+/* ---- superblock: one page, two files ---- */
 typedef struct {
-    uint8_t magic[8];            /* "FKVSUPER" */
-    uint32_t crc;                /* CRC-32C of the page with this field zero */
-    uint32_t version;            /* FKV_FORMAT_VERSION */
-    uint64_t generation;         /* the copy with the higher one rules */
+    uint8_t magic[8];    /* "FKVSUPER" */
+    uint32_t crc;        /* CRC-32C of the page with this field zero */
+    uint32_t version;    /* FKV_FORMAT_VERSION */
+    uint64_t generation; /* the copy with the higher one rules */
     uint8_t store_uuid[16];
     uint32_t page_shift;
     uint32_t checksum_id;
@@ -43,12 +43,12 @@ typedef struct {
     uint64_t features_incompatible;
     uint64_t manifest_generation; /* manifest-<generation>.log rules */
     uint64_t created_ms;
-    uint64_t capacity_bytes;     /* the cap that was given last; a later open may give another one */
-    uint32_t geometry_bytes;     /* length of the geometry's canonical JSON, which follows */
+    uint64_t capacity_bytes; /* the cap that was given last; a later open may give another one */
+    uint32_t geometry_bytes; /* length of the geometry's canonical JSON, which follows */
     uint32_t reserved;
 } fkv_superblock;
 
-/* ---- manifest: a log of entries, each an fkv_manifest_entry and its payload, padded to 8 bytes --- */
+/* ---- manifest: a log of entries: fkv_manifest_entry and payload, padded to 8 bytes ---- */
 #define FKV_MANIFEST_BEGIN 1     /* payload: fkv_manifest_begin */
 #define FKV_MANIFEST_OPENED 2    /* payload: fkv_manifest_segment: the segment starts this epoch */
 #define FKV_MANIFEST_FREED 3     /* payload: fkv_manifest_segment: all of that epoch is dead */
@@ -57,17 +57,17 @@ typedef struct {
 #define FKV_MANIFEST_RETIRED 6   /* payload: fkv_manifest_retired */
 
 typedef struct {
-    uint32_t crc;                /* of the rest of this structure and the payload, seeded by the store uuid */
+    uint32_t crc; /* of the rest of this structure and the payload, seeded by the store uuid */
     uint16_t type;
     uint16_t reserved;
-    uint32_t length_bytes;       /* of the payload, without padding */
-    uint32_t ordinal;            /* 0, 1, 2 ... within the file: a stale tail can't be taken for this log's */
+    uint32_t length_bytes; /* of the payload, without padding */
+    uint32_t ordinal; /* 0, 1, 2 ... within the file: a stale tail can't be taken for this log's */
 } fkv_manifest_entry;
 
 typedef struct {
     uint8_t store_uuid[16];
     uint64_t generation;
-    uint64_t next_sequence;      /* no record has this sequence or a later one when the log begins */
+    uint64_t next_sequence; /* no record has this sequence or a later one when the log begins */
 } fkv_manifest_begin;
 
 typedef struct {
@@ -77,25 +77,25 @@ typedef struct {
     uint8_t segment_uuid[16];
 } fkv_manifest_segment;
 
-typedef struct {                 /* the namespace's records up to a sequence are dead */
+typedef struct { /* the namespace's records up to a sequence are dead */
     uint8_t namespace_digest[32];
     uint64_t last_sequence;
 } fkv_manifest_retired;
 
-#define FKV_KILL_RECORD 0xFFFF   /* ordinal: the whole record */
+#define FKV_KILL_RECORD 0xFFFF /* ordinal: the whole record */
 typedef struct {
     uint32_t segment;
-    uint32_t page;               /* address of the record's header in its segment */
+    uint32_t page; /* address of the record's header in its segment */
     uint64_t epoch;
-    uint64_t sequence;           /* of the record: its place may be written again after a crash */
-    uint16_t ordinal;            /* block within the record, or FKV_KILL_RECORD */
+    uint64_t sequence; /* of the record: its place may be written again after a crash */
+    uint16_t ordinal;  /* block within the record, or FKV_KILL_RECORD */
     uint16_t reserved[3];
 } fkv_manifest_kill;
 
-/* ---- segment: page 0, records, directory, footer in the last page -------------------------------- */
+/* ---- segment: page 0, records, directory, footer in the last page ---- */
 typedef struct {
-    uint8_t magic[8];            /* "FKVSEGMT" */
-    uint32_t crc;                /* CRC-32C of the page with this field zero */
+    uint8_t magic[8]; /* "FKVSEGMT" */
+    uint32_t crc;     /* CRC-32C of the page with this field zero */
     uint32_t version;
     uint8_t store_uuid[16];
     uint8_t segment_uuid[16];
@@ -103,7 +103,8 @@ typedef struct {
     uint32_t page_shift;
     uint64_t epoch;
     uint64_t segment_bytes;
-    uint64_t first_sequence;     /* the next record sequence when this epoch began: orders segments by age */
+    uint64_t
+        first_sequence; /* the next record sequence when this epoch began: orders segments by age */
     uint64_t created_ms;
     uint64_t reserved[4];
 } fkv_segment_header;
@@ -117,106 +118,107 @@ typedef struct {
 typedef struct {
     uint16_t type;
     uint16_t version;
-    uint32_t crc;                /* of the section's bytes */
-    uint64_t offset_bytes;       /* in the segment, page-aligned */
+    uint32_t crc;          /* of the section's bytes */
+    uint64_t offset_bytes; /* in the segment, page-aligned */
     uint64_t length_bytes;
 } fkv_section;
 
 typedef struct {
-    uint8_t magic[8];            /* "FKVFOOTR" */
-    uint32_t crc;                /* of the page with this field zero, seeded by segment uuid and epoch */
+    uint8_t magic[8]; /* "FKVFOOTR" */
+    uint32_t crc;     /* of the page with this field zero, seeded by segment uuid and epoch */
     uint32_t version;
     uint8_t segment_uuid[16];
     uint64_t epoch;
     uint32_t record_count;
     uint32_t section_count;
     uint64_t block_count;
-    uint64_t last_sequence;      /* highest sequence in the segment */
+    uint64_t last_sequence; /* highest sequence in the segment */
     uint64_t reserved[4];
     fkv_section sections[16];
 } fkv_segment_footer;
 
 typedef struct {
     uint64_t sequence;
-    uint32_t page;               /* of the header, in the segment */
-    uint32_t pages;              /* header and payload */
+    uint32_t page;  /* of the header, in the segment */
+    uint32_t pages; /* header and payload */
     uint16_t header_pages;
     uint16_t block_count;
     uint32_t tokens;
-    uint16_t namespace_ordinal;  /* row of FKV_SECTION_DIR_NAMESPACES */
+    uint16_t namespace_ordinal; /* row of FKV_SECTION_DIR_NAMESPACES */
     uint8_t group;
     uint8_t codec;
     uint8_t fidelity;
-    uint8_t flags;               /* FKV_RECORD_* */
+    uint8_t flags; /* FKV_RECORD_* */
     uint16_t reserved;
 } fkv_directory_record;
 
 typedef struct {
     uint8_t digest[16];
     uint16_t tokens;
-    uint16_t ordinal;            /* of the block in its record */
+    uint16_t ordinal; /* of the block in its record */
 } fkv_directory_block;
 
-/* ---- record: header (whole pages) and payload pages ----------------------------------------------- */
+/* ---- record: header (whole pages) and payload pages ---- */
 #define FKV_KIND_DATA 1
-#define FKV_KIND_NAMESPACE 2     /* payload-less: FKV_TLV_NAMESPACE holds the readable identity */
+#define FKV_KIND_NAMESPACE 2 /* payload-less: FKV_TLV_NAMESPACE holds the readable identity */
 
-#define FKV_CODEC_RAW 1          /* caller's order, plain bytes */
-#define FKV_CODEC_LOSSLESS 2     /* per-head pages, fixed-width exponent code, bit-exact */
+#define FKV_CODEC_RAW 1      /* caller's order, plain bytes */
+#define FKV_CODEC_LOSSLESS 2 /* per-head pages, fixed-width exponent code, bit-exact */
 
 #define FKV_FIDELITY_EXACT 0
 
-#define FKV_RECORD_INLINE 1      /* the payload sits in the header page */
-#define FKV_RECORD_ALIGNED 2     /* raw: every block begins on a page */
+#define FKV_RECORD_INLINE 1  /* the payload sits in the header page */
+#define FKV_RECORD_ALIGNED 2 /* raw: every block begins on a page */
 
 typedef struct {
-    uint8_t magic[4];            /* "FKVR" */
-    uint32_t crc;                /* of header_bytes with this field zero, seeded by segment uuid, epoch and page */
-    uint32_t header_bytes;       /* used; the rest of the header's pages is zero */
+    uint8_t magic[4]; /* "FKVR" */
+    uint32_t crc; /* of header_bytes with this field zero, seeded by segment uuid, epoch and page */
+    uint32_t header_bytes; /* used; the rest of the header's pages is zero */
     uint16_t header_pages;
     uint8_t kind;
     uint8_t group;
-    uint32_t pages;              /* header and payload */
+    uint32_t pages; /* header and payload */
     uint16_t block_count;
     uint8_t codec;
     uint8_t codec_version;
-    uint16_t table_set;          /* static tables that the codec used; 0: none */
+    uint16_t table_set; /* static tables that the codec used; 0: none */
     uint8_t fidelity;
     uint8_t flags;
-    uint32_t tokens;             /* of all blocks */
+    uint32_t tokens; /* of all blocks */
     uint64_t sequence;
     uint64_t created_ms;
-    uint64_t payload_bytes;      /* used bytes of the payload: pages of it, or the inline bytes */
-    uint64_t logical_bytes;      /* what get returns */
-    uint64_t start_token;        /* position of the first token, or FKV_POSITION_UNKNOWN */
+    uint64_t payload_bytes; /* used bytes of the payload: pages of it, or the inline bytes */
+    uint64_t logical_bytes; /* what get returns */
+    uint64_t start_token;   /* position of the first token, or FKV_POSITION_UNKNOWN */
     uint8_t namespace_digest[32];
     uint8_t shard[16];
     uint32_t tlv_count;
     uint32_t reserved[5];
-} fkv_record_header;             /* 144 bytes; TLVs follow */
+} fkv_record_header; /* 144 bytes; TLVs follow */
 
-#define FKV_TLV_BLOCKS 1         /* fkv_block_row[block_count] */
-#define FKV_TLV_KEYS 2           /* the keys' bytes, then the parents' bytes, as the block rows say */
-#define FKV_TLV_PLANES 3         /* fkv_plane_row[]: the geometry of the stored streams */
-#define FKV_TLV_PAGE_CRCS 4      /* uint32_t[payload pages], each seeded by sequence and ordinal */
-#define FKV_TLV_STREAMS 5        /* coded: per stream mode, full stripes, exponent bases */
-#define FKV_TLV_STRIPES 6        /* coded: uint32_t[]: length 13 bits, tokens 11 bits, new page 1 bit */
-#define FKV_TLV_ORDER 7          /* raw: fkv_order_row: the caller's axis order */
-#define FKV_TLV_INLINE 8         /* the payload itself */
-#define FKV_TLV_NAMESPACE 9      /* canonical JSON of the identity */
-#define FKV_TLV_CRITICAL 0x8000  /* set in the type: a reader that doesn't know it must not use the record */
+#define FKV_TLV_BLOCKS 1    /* fkv_block_row[block_count] */
+#define FKV_TLV_KEYS 2      /* the keys' bytes, then the parents' bytes, as the block rows say */
+#define FKV_TLV_PLANES 3    /* fkv_plane_row[]: the geometry of the stored streams */
+#define FKV_TLV_PAGE_CRCS 4 /* uint32_t[payload pages], each seeded by sequence and ordinal */
+#define FKV_TLV_STREAMS 5   /* coded: per stream mode, full stripes, exponent bases */
+#define FKV_TLV_STRIPES 6   /* coded: uint32_t[]: length 13 bits, tokens 11 bits, new page 1 bit */
+#define FKV_TLV_ORDER 7     /* raw: fkv_order_row: the caller's axis order */
+#define FKV_TLV_INLINE 8    /* the payload itself */
+#define FKV_TLV_NAMESPACE 9 /* canonical JSON of the identity */
+/* Set in a type: a reader that does not know it must not use the record. */
+#define FKV_TLV_CRITICAL 0x8000
 
 typedef struct {
     uint16_t type;
     uint16_t reserved;
-    uint32_t length_bytes;       /* without the padding to 8 */
+    uint32_t length_bytes; /* without the padding to 8 */
 } fkv_tlv;
 
 typedef struct {
-    uint32_t first_token;        /* in the record */
+    uint32_t first_token; /* in the record */
     uint16_t tokens;
     uint8_t key_bytes;
-    uint8_t parent_bytes;        /* 0: none */
+    uint8_t parent_bytes; /* 0: none */
 } fkv_block_row;
 
 typedef struct {
@@ -225,7 +227,7 @@ typedef struct {
     uint16_t reserved;
     uint32_t layers;
     uint32_t heads;
-    uint32_t vector_bytes;       /* of one token of one head */
+    uint32_t vector_bytes; /* of one token of one head */
 } fkv_plane_row;
 
 /* Axes of a block in memory, outermost first; FKV_AXIS_* each once. */
@@ -235,11 +237,11 @@ typedef struct {
 #define FKV_AXIS_TOKEN 3
 typedef struct {
     uint8_t axes[4];
-    uint32_t block_tokens;       /* tokens that a block's strides are made for */
+    uint32_t block_tokens; /* tokens that a block's strides are made for */
 } fkv_order_row;
 
-#define FKV_STREAM_PLAIN 0       /* rows as they are */
-#define FKV_STREAM_FXP_BF16 1    /* byte of sign and mantissa, 3-bit exponent code, escapes */
+#define FKV_STREAM_PLAIN 0    /* rows as they are */
+#define FKV_STREAM_FXP_BF16 1 /* byte of sign and mantissa, 3-bit exponent code, escapes */
 #define FKV_STREAM_FXP_FP16 2
-#define FKV_STREAM_GROUP 16      /* channels that share one exponent base */
+#define FKV_STREAM_GROUP 16 /* channels that share one exponent base */
 #endif

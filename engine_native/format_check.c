@@ -1,14 +1,14 @@
-/* format_check.c: compile-time proof that every structure of format.h lies on disk as docs/format.md
- * says.
+/* format_check.c: compile-time proof that every structure of format.h lies on disk as
+ * docs/format.md says.
  *
- * Invariant: a change of size or place of any field fails to compile here. A change that is meant is
- * a new format.
+ * Invariant: a change of size or place of any field fails to compile here. A change that is meant
+ * is a new format.
  */
 #include "format.h"
 #include <stddef.h>
 
 #define SIZE(type, bytes) _Static_assert(sizeof(type) == (bytes), #type " has another size")
-#define AT(type, field, offset) \
+#define AT(type, field, offset)                                                                    \
     _Static_assert(offsetof(type, field) == (offset), #type "." #field " lies elsewhere")
 
 #if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__

@@ -6,7 +6,9 @@
 
 typedef struct fkv_header_cache fkv_header_cache;
 /* The header of this record, with a reference for the caller, or NULL. */
-fkv_header *fkv_header_cache_get(fkv_header_cache *cache, uint32_t segment, uint32_t page, uint64_t sequence);
+fkv_header *fkv_header_cache_get(fkv_header_cache *cache, uint32_t segment, uint32_t page,
+                                 uint64_t sequence);
 /* Takes a reference of its own; replaces what it had for the place. */
-void fkv_header_cache_put(fkv_header_cache *cache, uint32_t segment, uint32_t page, fkv_header *header);
+void fkv_header_cache_put(fkv_header_cache *cache, uint32_t segment, uint32_t page,
+                          fkv_header *header);
 #endif

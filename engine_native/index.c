@@ -18,8 +18,7 @@
 fkv_index *fkv_index_new(void)
 {
     fkv_index *index = calloc(1, sizeof *index);
-    if (!index)
-        return NULL;
+    if (!index) return NULL;
     if (pthread_mutex_init(&index->mutex, NULL) != 0) {
         free(index);
         return NULL;
@@ -30,10 +29,8 @@ fkv_index *fkv_index_new(void)
 
 void fkv_index_free(fkv_index *index)
 {
-    if (!index)
-        return;
-    for (uint32_t i = 0; i < index->block_count; i++)
-        free(index->blocks[i]);
+    if (!index) return;
+    for (uint32_t i = 0; i < index->block_count; i++) free(index->blocks[i]);
     free(index->blocks);
     free(index->segments);
     free(index->namespace_blocks);
@@ -42,7 +39,7 @@ void fkv_index_free(fkv_index *index)
     free(index);
 }
 
-/* ---- rows -------------------------------------------------------------------------------- */
+/* ---- rows ---- */
 
 /* Marks are kept apart from the rows: a sweep reads one bit an entry, which stays in the cache. */
 static uint64_t *mark_word(fkv_index *index, uint32_t record)
@@ -57,20 +54,17 @@ static int reserve_rows(fkv_index *index, uint64_t count)
     uint64_t have = index->rows_free + (uint64_t)index->block_count * FKV_ROWS - index->rows_used;
     uint64_t missing = count > have ? count - have : 0;
     uint64_t blocks = index->block_count + (missing + FKV_ROWS - 1) / FKV_ROWS;
-    if (blocks >= FKV_NONE / FKV_ROWS)
-        return -ENOMEM;
+    if (blocks >= FKV_NONE / FKV_ROWS) return -ENOMEM;
     while (index->block_count < blocks) {
         if (index->block_count == index->block_room) {
             uint32_t room = index->block_room ? index->block_room * 2 : 16;
             fkv_row_block **grown = realloc(index->blocks, room * sizeof *grown);
-            if (!grown)
-                return -ENOMEM;
+            if (!grown) return -ENOMEM;
             index->blocks = grown;
             index->block_room = room;
         }
         fkv_row_block *block = calloc(1, sizeof *block);
-        if (!block)
-            return -ENOMEM;
+        if (!block) return -ENOMEM;
         index->blocks[index->block_count++] = block;
     }
     return 0;
@@ -79,8 +73,7 @@ static int reserve_rows(fkv_index *index, uint64_t count)
 static uint32_t take_row(fkv_index *index)
 {
     uint32_t record = index->first_free;
-    if (record == FKV_NONE)
-        return index->rows_used++;
+    if (record == FKV_NONE) return index->rows_used++;
     index->first_free = fkv_index_row(index, record)->page;
     index->rows_free--;
     return record;
@@ -97,14 +90,11 @@ static void free_row(fkv_index *index, uint32_t record)
 
 static int grow(void **array, uint32_t *count, uint64_t wanted, size_t item_bytes)
 {
-    if (wanted <= *count)
-        return 0;
+    if (wanted <= *count) return 0;
     uint64_t room = *count + *count / 4 + 16;
-    if (room < wanted)
-        room = wanted;
+    if (room < wanted) room = wanted;
     uint8_t *grown = realloc(*array, room * item_bytes);
-    if (!grown)
-        return -ENOMEM;
+    if (!grown) return -ENOMEM;
     memset(grown + *count * item_bytes, 0, (room - *count) * item_bytes);
     *array = grown;
     *count = (uint32_t)room;
@@ -132,8 +122,7 @@ static void block_gone(fkv_index *index, uint32_t record)
     assert(row->live > 0 && segment->live_blocks > 0);
     segment->live_blocks--;
     index->namespace_blocks[row->namespace_id]--;
-    if (--row->live > 0)
-        return;
+    if (--row->live > 0) return;
     segment->live_records--;
     segment->live_pages -= row->pages;
     index->live_records--;
@@ -141,12 +130,11 @@ static void block_gone(fkv_index *index, uint32_t record)
     free_row(index, record);
 }
 
-/* ---- segments and pins ------------------------------------------------------------------- */
+/* ---- segments and pins ---- */
 
 int fkv_index_begin_segment(fkv_index *index, uint32_t segment, uint64_t epoch)
 {
-    if (segment >= SEGMENTS_MAX)
-        return -EINVAL;
+    if (segment >= SEGMENTS_MAX) return -EINVAL;
     fkv_index_lock(index);
     void *rows = index->segments;
     int status = grow(&rows, &index->segment_count, (uint64_t)segment + 1, sizeof(fkv_segment_row));
@@ -162,7 +150,7 @@ int fkv_index_begin_segment(fkv_index *index, uint32_t segment, uint64_t epoch)
     return status;
 }
 
-/* ---- adding ------------------------------------------------------------------------------ */
+/* ---- adding ---- */
 
 typedef struct {
     fkv_index *index;
@@ -204,12 +192,10 @@ static uint64_t first_kill(const adding *add, uint32_t page, uint16_t ordinal)
 
 static bool is_killed(const adding *add, uint32_t page, uint64_t sequence, uint16_t ordinal)
 {
-    if (add->kill_count == 0)
-        return false;
+    if (add->kill_count == 0) return false;
     for (uint64_t i = first_kill(add, page, ordinal); i < add->kill_count; i++) {
         const fkv_manifest_kill *kill = &add->kills[i];
-        if (kill->page != page || kill->ordinal != ordinal)
-            return false;
+        if (kill->page != page || kill->ordinal != ordinal) return false;
         if (kill->segment == add->segment && kill->epoch == add->epoch
             && kill->sequence == sequence)
             return true;
@@ -223,8 +209,7 @@ static int add_block(adding *add, uint32_t record, const fkv_directory_block *bl
     const fkv_record_row *row = fkv_index_row(index, record);
     bool made;
     fkv_entry *entry = fkv_table_put(&index->table, block->digest, &made);
-    if (!entry)
-        return -ENOMEM;
+    if (!entry) return -ENOMEM;
     if (!made) {
         if (fkv_index_row(index, entry->record)->sequence > row->sequence) {
             report(add, row, block->ordinal);
@@ -237,16 +222,14 @@ static int add_block(adding *add, uint32_t record, const fkv_directory_block *bl
     entry->ordinal = block->ordinal;
     entry->tokens = block->tokens;
     block_came(index, record); /* first: the loser may be the same record */
-    if (!made)
-        block_gone(index, loser);
+    if (!made) block_gone(index, loser);
     return 0;
 }
 
 static int add_record(adding *add, const fkv_directory_record *record, uint32_t namespace_id,
                       const fkv_directory_block *blocks, const fkv_directory_block *end)
 {
-    if (is_killed(add, record->page, record->sequence, FKV_KILL_RECORD))
-        return 0;
+    if (is_killed(add, record->page, record->sequence, FKV_KILL_RECORD)) return 0;
     uint32_t number = take_row(add->index);
     *fkv_index_row(add->index, number) = (fkv_record_row){
         .sequence = record->sequence,
@@ -269,8 +252,7 @@ static int add_record(adding *add, const fkv_directory_record *record, uint32_t 
         if (!is_killed(add, record->page, record->sequence, blocks[i].ordinal))
             status = add_block(add, number, &blocks[i]);
     }
-    if (fkv_index_row(add->index, number)->live == 0)
-        free_row(add->index, number);
+    if (fkv_index_row(add->index, number)->live == 0) free_row(add->index, number);
     return status;
 }
 
@@ -279,53 +261,47 @@ static int prepare(fkv_index *index, uint32_t segment, const fkv_directory_recor
                    uint64_t record_count, uint64_t block_count, const uint32_t *namespace_ids)
 {
     uint64_t blocks = 0, namespaces = 0;
-    if (segment >= index->segment_count || !index->segments[segment].begun)
-        return -EINVAL;
+    if (segment >= index->segment_count || !index->segments[segment].begun) return -EINVAL;
     for (uint64_t i = 0; i < record_count; i++) {
         uint64_t id = namespace_ids ? namespace_ids[records[i].namespace_ordinal] : 0;
-        if (id >= NAMESPACES_MAX)
-            return -EINVAL;
-        if (id + 1 > namespaces)
-            namespaces = id + 1;
+        if (id >= NAMESPACES_MAX) return -EINVAL;
+        if (id + 1 > namespaces) namespaces = id + 1;
         blocks += records[i].block_count;
     }
-    if (blocks != block_count)
-        return -EINVAL;
+    if (blocks != block_count) return -EINVAL;
     void *counters = index->namespace_blocks;
     int status = grow(&counters, &index->namespace_count, namespaces, sizeof(uint64_t));
     index->namespace_blocks = counters;
-    if (status == 0)
-        status = reserve_rows(index, record_count);
-    if (status == 0)
-        status = fkv_table_reserve(&index->table, index->table.count + block_count);
+    if (status == 0) status = reserve_rows(index, record_count);
+    if (status == 0) status = fkv_table_reserve(&index->table, index->table.count + block_count);
     return status;
 }
 
 int fkv_index_add(fkv_index *index, uint32_t segment, const fkv_directory_record *records,
-                  uint64_t record_count, const fkv_directory_block *blocks,
-                  uint64_t block_count, const uint32_t *namespace_ids,
-                  const fkv_manifest_kill *kills, uint64_t kill_count, fkv_dropped *dropped,
-                  uint64_t *dropped_count)
+                  uint64_t record_count, const fkv_directory_block *blocks, uint64_t block_count,
+                  const uint32_t *namespace_ids, const fkv_manifest_kill *kills,
+                  uint64_t kill_count, fkv_dropped *dropped, uint64_t *dropped_count)
 {
-    adding add = {.index = index, .segment = segment, .kills = kills, .kill_count = kill_count,
+    adding add = {.index = index,
+                  .segment = segment,
+                  .kills = kills,
+                  .kill_count = kill_count,
                   .dropped = dropped};
     const fkv_directory_block *end = blocks + block_count;
     fkv_index_lock(index);
     int status = prepare(index, segment, records, record_count, block_count, namespace_ids);
-    if (status == 0)
-        add.epoch = index->segments[segment].epoch;
+    if (status == 0) add.epoch = index->segments[segment].epoch;
     for (uint64_t i = 0; i < record_count && status == 0; i++) {
         uint32_t id = namespace_ids ? namespace_ids[records[i].namespace_ordinal] : 0;
         status = add_record(&add, &records[i], id, blocks, end);
         blocks += records[i].block_count;
     }
     fkv_index_unlock(index);
-    if (dropped_count)
-        *dropped_count = add.dropped_count;
+    if (dropped_count) *dropped_count = add.dropped_count;
     return status;
 }
 
-/* ---- taking out -------------------------------------------------------------------------- */
+/* ---- taking out ---- */
 
 void fkv_index_remove(fkv_index *index, const uint8_t *digests, const uint64_t *sequences,
                       uint64_t count, fkv_dropped *dropped, uint64_t *dropped_count)
@@ -344,16 +320,14 @@ void fkv_index_remove(fkv_index *index, const uint8_t *digests, const uint64_t *
         block_gone(index, record);
     }
     fkv_index_unlock(index);
-    if (dropped_count)
-        *dropped_count = out.dropped_count;
+    if (dropped_count) *dropped_count = out.dropped_count;
 }
 
 static bool entry_marked(void *context, const fkv_entry *entry)
 {
     fkv_index *index = context;
     uint32_t record = entry->record;
-    if (!(*mark_word(index, record) & mark_bit(record)))
-        return false;
+    if (!(*mark_word(index, record) & mark_bit(record))) return false;
     block_gone(index, record);
     return true;
 }
@@ -365,13 +339,11 @@ static uint64_t drop_rows(fkv_index *index, row_predicate match, const void *con
     uint64_t blocks = index->table.count, marked = 0;
     for (uint32_t record = 0; record < index->rows_used; record++) {
         const fkv_record_row *row = fkv_index_row(index, record);
-        if (row->live == 0 || !match(context, row))
-            continue;
+        if (row->live == 0 || !match(context, row)) continue;
         *mark_word(index, record) |= mark_bit(record);
         marked++;
     }
-    if (marked)
-        fkv_table_sweep(&index->table, entry_marked, index);
+    if (marked) fkv_table_sweep(&index->table, entry_marked, index);
     return blocks - index->table.count;
 }
 
@@ -396,8 +368,7 @@ static bool in_sequences(const void *context, const fkv_record_row *row)
     const sequence_set *set = context;
     if (!set->sorted) {
         for (uint64_t i = 0; i < set->count; i++)
-            if (set->sequences[i] == row->sequence)
-                return true;
+            if (set->sequences[i] == row->sequence) return true;
         return false;
     }
     uint64_t low = 0, high = set->count;

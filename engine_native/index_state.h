@@ -16,19 +16,19 @@
 
 #include <pthread.h>
 
-#define FKV_ROWS 4096u       /* of the record table, allocated at once */
-#define FKV_AHEAD 8          /* entries that are fetched into the cache before they are needed */
+#define FKV_ROWS 4096u /* of the record table, allocated at once */
+#define FKV_AHEAD 8    /* entries that are fetched into the cache before they are needed */
 
 typedef struct {
     uint64_t sequence;
     uint32_t segment;
-    uint32_t page;           /* of a free row: the next free row */
+    uint32_t page; /* of a free row: the next free row */
     uint32_t pages;
     uint32_t tokens;
     uint32_t namespace_id;
     uint16_t header_pages;
     uint16_t block_count;
-    uint16_t live;           /* blocks in the table; 0: the row is free */
+    uint16_t live; /* blocks in the table; 0: the row is free */
     uint8_t group;
     uint8_t codec;
     uint8_t fidelity;
@@ -47,7 +47,7 @@ typedef struct {
     uint64_t live_blocks;
     uint32_t live_records;
     uint32_t pins;
-    uint32_t visit;          /* the match that listed it last */
+    uint32_t visit; /* the match that listed it last */
     bool begun;
 } fkv_segment_row;
 
@@ -56,8 +56,8 @@ struct fkv_index {
     fkv_table table;
     fkv_row_block **blocks;
     uint32_t block_count, block_room;
-    uint32_t rows_used;      /* rows before it have been taken at least once */
-    uint32_t rows_free;      /* length of the free list */
+    uint32_t rows_used; /* rows before it have been taken at least once */
+    uint32_t rows_free; /* length of the free list */
     uint32_t first_free;
     fkv_segment_row *segments;
     uint32_t segment_count;

@@ -27,13 +27,10 @@ static bool refill(const fkv_table *from, fkv_table *into)
     uint64_t next = 0;
     for (uint64_t i = 0; i < from->room; i++) {
         const fkv_entry *entry = &from->slots[i];
-        if (is_empty(entry))
-            continue;
+        if (is_empty(entry)) continue;
         uint64_t place = fkv_table_home(into, entry->hi);
-        if (place < next)
-            place = next;
-        if (place + 1 >= into->room)
-            return false;
+        if (place < next) place = next;
+        if (place + 1 >= into->room) return false;
         into->slots[place] = *entry;
         next = place + 1;
     }
@@ -45,11 +42,9 @@ static int rebuild(fkv_table *table, uint64_t range, uint64_t spare)
 {
     for (;; spare *= 2) {
         fkv_table fresh = {.range = range, .room = range + spare};
-        if (fresh.room > SIZE_MAX / sizeof(fkv_entry))
-            return -ENOMEM;
+        if (fresh.room > SIZE_MAX / sizeof(fkv_entry)) return -ENOMEM;
         fresh.slots = malloc(fresh.room * sizeof(fkv_entry));
-        if (!fresh.slots)
-            return -ENOMEM;
+        if (!fresh.slots) return -ENOMEM;
         memset(fresh.slots, 0xFF, fresh.room * sizeof(fkv_entry));
         if (refill(table, &fresh)) {
             free(table->slots);
@@ -62,15 +57,11 @@ static int rebuild(fkv_table *table, uint64_t range, uint64_t spare)
 
 int fkv_table_reserve(fkv_table *table, uint64_t count)
 {
-    if (count > UINT32_MAX)
-        return -ENOMEM;
-    if (count * 100 <= table->range * LOAD)
-        return 0;
+    if (count > UINT32_MAX) return -ENOMEM;
+    if (count * 100 <= table->range * LOAD) return 0;
     uint64_t range = table->range * GROWTH / 100;
-    if (range < count * 100 / LOAD + 1)
-        range = count * 100 / LOAD + 1;
-    if (range < RANGE_MIN)
-        range = RANGE_MIN;
+    if (range < count * 100 / LOAD + 1) range = count * 100 / LOAD + 1;
+    if (range < RANGE_MIN) range = RANGE_MIN;
     return rebuild(table, range, SPARE_MIN);
 }
 
@@ -78,17 +69,14 @@ int fkv_table_reserve(fkv_table *table, uint64_t count)
 static fkv_entry *lower_bound(const fkv_table *table, uint64_t hi, uint64_t lo)
 {
     fkv_entry *entry = &table->slots[fkv_table_home(table, hi)];
-    while (entry->hi < hi)
-        entry++;
-    while (entry->hi == hi && !is_empty(entry) && entry->lo < lo)
-        entry++;
+    while (entry->hi < hi) entry++;
+    while (entry->hi == hi && !is_empty(entry) && entry->lo < lo) entry++;
     return entry;
 }
 
 fkv_entry *fkv_table_find(const fkv_table *table, const uint8_t *digest)
 {
-    if (table->count == 0)
-        return NULL;
+    if (table->count == 0) return NULL;
     uint64_t hi = fkv_big_endian(digest), lo = fkv_big_endian(digest + 8);
     fkv_entry *entry = lower_bound(table, hi, lo);
     return entry->hi == hi && entry->lo == lo && !is_empty(entry) ? entry : NULL;
@@ -99,14 +87,11 @@ fkv_entry *fkv_table_put(fkv_table *table, const uint8_t *digest, bool *made)
     uint64_t hi = fkv_big_endian(digest), lo = fkv_big_endian(digest + 8);
     fkv_entry *entry = lower_bound(table, hi, lo);
     *made = false;
-    if (entry->hi == hi && entry->lo == lo && !is_empty(entry))
-        return entry;
+    if (entry->hi == hi && entry->lo == lo && !is_empty(entry)) return entry;
     fkv_entry *gap = entry;
-    while (!is_empty(gap))
-        gap++;
+    while (!is_empty(gap)) gap++;
     if (gap == &table->slots[table->room - 1]) {
-        if (rebuild(table, table->range, (table->room - table->range) * 2) != 0)
-            return NULL;
+        if (rebuild(table, table->range, (table->room - table->range) * 2) != 0) return NULL;
         return fkv_table_put(table, digest, made);
     }
     memmove(entry + 1, entry, (size_t)(gap - entry) * sizeof *entry);
@@ -119,8 +104,7 @@ fkv_entry *fkv_table_put(fkv_table *table, const uint8_t *digest, bool *made)
 void fkv_table_erase(fkv_table *table, fkv_entry *entry)
 {
     fkv_entry *end = entry + 1; /* entries that may move one slot towards their home */
-    while (!is_empty(end) && (uint64_t)(end - table->slots) > fkv_table_home(table, end->hi))
-        end++;
+    while (!is_empty(end) && (uint64_t)(end - table->slots) > fkv_table_home(table, end->hi)) end++;
     memmove(entry, entry + 1, (size_t)(end - entry - 1) * sizeof *entry);
     memset(end - 1, 0xFF, sizeof *entry);
     table->count--;
@@ -131,16 +115,14 @@ void fkv_table_sweep(fkv_table *table, fkv_table_predicate gone, void *context)
     uint64_t next = 0;
     for (uint64_t i = 0; i < table->room; i++) {
         fkv_entry entry = table->slots[i];
-        if (is_empty(&entry))
-            continue;
+        if (is_empty(&entry)) continue;
         memset(&table->slots[i], 0xFF, sizeof entry);
         if (gone(context, &entry)) {
             table->count--;
             continue;
         }
         uint64_t place = fkv_table_home(table, entry.hi);
-        if (place < next)
-            place = next;
+        if (place < next) place = next;
         table->slots[place] = entry; /* place <= i: entries before it only went */
         next = place + 1;
     }

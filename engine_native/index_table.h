@@ -14,7 +14,7 @@
 #include <stdbool.h>
 
 typedef struct {
-    uint64_t hi, lo;         /* the digest, big-endian; of an empty slot all bits are set */
+    uint64_t hi, lo; /* the digest, big-endian; of an empty slot all bits are set */
     uint32_t record;
     uint16_t ordinal;
     uint16_t tokens;
@@ -23,8 +23,8 @@ _Static_assert(sizeof(fkv_entry) == 24, "the index's budget is 24 bytes an entry
 
 typedef struct {
     fkv_entry *slots;
-    uint64_t range;          /* homes */
-    uint64_t room;           /* slots: range and spare */
+    uint64_t range; /* homes */
+    uint64_t room;  /* slots: range and spare */
     uint64_t count;
 } fkv_table;
 

@@ -19,15 +19,13 @@ void fkv_io_prepare(fkv_io_op *op)
     op->attempts = 0;
     op->iov_first = 0;
     op->result = 0;
-    for (unsigned i = 0; i < op->iov_count; i++)
-        op->remaining += op->iov[i].iov_len;
+    for (unsigned i = 0; i < op->iov_count; i++) op->remaining += op->iov[i].iov_len;
 }
 
 static int done(fkv_io_op *op, int result, fkv_engine_counters *counters)
 {
     op->result = result;
-    if (result != 0)
-        counters->errors++;
+    if (result != 0) counters->errors++;
     if (op->kind == FKV_IO_READ)
         counters->reads++;
     else if (op->kind == FKV_IO_WRITE)
@@ -39,8 +37,7 @@ static int done(fkv_io_op *op, int result, fkv_engine_counters *counters)
 
 static int again_or(fkv_io_op *op, int result, uint32_t retries, fkv_engine_counters *counters)
 {
-    if (op->attempts >= retries)
-        return done(op, result, counters);
+    if (op->attempts >= retries) return done(op, result, counters);
     op->attempts++;
     counters->retries++;
     return FKV_IO_AGAIN;
@@ -89,26 +86,19 @@ static int settle_short(fkv_io_op *op, uint64_t moved, uint32_t retries,
         return again_or(op, -EIO, retries, counters);
     }
     int result = op->kind == FKV_IO_READ ? stuck_read(op, moved) : -EIO;
-    if (result == -ENODATA)
-        return done(op, result, counters);
+    if (result == -ENODATA) return done(op, result, counters);
     return again_or(op, result, retries, counters);
 }
 
 int fkv_io_settle(fkv_io_op *op, int64_t result, uint32_t retries, fkv_engine_counters *counters)
 {
-    if (op->kind == FKV_IO_SYNC)
-        return done(op, result < 0 ? (int)result : 0, counters);
-    if (result == -EINTR || result == -EAGAIN)
-        return again_or(op, (int)result, retries, counters);
-    if (result < 0)
-        return done(op, (int)result, counters);
-    if ((uint64_t)result > op->remaining)
-        return done(op, -EIO, counters);
+    if (op->kind == FKV_IO_SYNC) return done(op, result < 0 ? (int)result : 0, counters);
+    if (result == -EINTR || result == -EAGAIN) return again_or(op, (int)result, retries, counters);
+    if (result < 0) return done(op, (int)result, counters);
+    if ((uint64_t)result > op->remaining) return done(op, -EIO, counters);
     if ((uint64_t)result < op->remaining) {
-        if (result > 0)
-            return settle_short(op, (uint64_t)result, retries, counters);
-        if (op->kind == FKV_IO_READ)
-            return done(op, -ENODATA, counters);
+        if (result > 0) return settle_short(op, (uint64_t)result, retries, counters);
+        if (op->kind == FKV_IO_READ) return done(op, -ENODATA, counters);
         return again_or(op, -EIO, retries, counters);
     }
     if (op->kind == FKV_IO_READ)
@@ -139,7 +129,6 @@ int fkv_thread_start(pthread_t *thread, const char *name, void *(*run)(void *), 
     pthread_sigmask(SIG_SETMASK, &all, &before);
     int status = pthread_create(thread, NULL, run, argument);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (status == 0)
-        pthread_setname_np(*thread, name);
+    if (status == 0) pthread_setname_np(*thread, name);
     return -status;
 }

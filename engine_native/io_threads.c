@@ -18,7 +18,7 @@ typedef struct {
     fkv_backend base;
     pthread_cond_t work;
     fkv_io_op *head, *tail;
-    uint32_t idle;               /* threads that wait on `work` */
+    uint32_t idle; /* threads that wait on `work` */
     uint32_t retries;
     bool stopping;
     uint32_t thread_count;
@@ -53,8 +53,7 @@ static void *thread_main(void *argument)
     for (;;) {
         fkv_io_op *op = threads->head;
         if (op == NULL) {
-            if (threads->stopping)
-                break;
+            if (threads->stopping) break;
             threads->idle++;
             pthread_cond_wait(&threads->work, lock);
             threads->idle--;
@@ -64,8 +63,7 @@ static void *thread_main(void *argument)
         pthread_mutex_unlock(lock);
 
         fkv_engine_counters counted = {0};
-        while (fkv_io_settle(op, issue(op), threads->retries, &counted) == FKV_IO_AGAIN)
-            continue;
+        while (fkv_io_settle(op, issue(op), threads->retries, &counted) == FKV_IO_AGAIN) continue;
 
         pthread_mutex_lock(lock);
         fkv_io_counters_add(&threads->base.counters, &counted);
@@ -83,8 +81,7 @@ static void threads_submit(fkv_backend *backend, fkv_io_op *list)
     threads_backend *threads = (threads_backend *)backend;
     uint64_t count = 1;
     fkv_io_op *last = list;
-    for (; last->next != NULL; last = last->next)
-        count++;
+    for (; last->next != NULL; last = last->next) count++;
 
     pthread_mutex_lock(&backend->lock);
     if (threads->head == NULL)
@@ -93,8 +90,7 @@ static void threads_submit(fkv_backend *backend, fkv_io_op *list)
         threads->tail->next = list;
     threads->tail = last;
     backend->counters.inflight += count;
-    for (uint64_t i = 0; i < count && i < threads->idle; i++)
-        pthread_cond_signal(&threads->work);
+    for (uint64_t i = 0; i < count && i < threads->idle; i++) pthread_cond_signal(&threads->work);
     pthread_mutex_unlock(&backend->lock);
 }
 
@@ -118,8 +114,7 @@ static void threads_close(fkv_backend *backend)
     threads->stopping = true;
     pthread_cond_broadcast(&threads->work);
     pthread_mutex_unlock(&backend->lock);
-    for (uint32_t i = 0; i < threads->thread_count; i++)
-        pthread_join(threads->threads[i], NULL);
+    for (uint32_t i = 0; i < threads->thread_count; i++) pthread_join(threads->threads[i], NULL);
     pthread_cond_destroy(&threads->work);
     pthread_mutex_destroy(&backend->lock);
     free(threads);
@@ -146,12 +141,11 @@ fkv_backend *fkv_io_threads_open(const fkv_engine_options *options, int *status)
     pthread_mutex_init(&threads->base.lock, NULL);
     pthread_cond_init(&threads->work, NULL);
     for (; threads->thread_count < count; threads->thread_count++) {
-        *status = fkv_thread_start(&threads->threads[threads->thread_count], "fkv-io",
-                                   thread_main, threads);
-        if (*status != 0)
-            break;
+        *status = fkv_thread_start(&threads->threads[threads->thread_count], "fkv-io", thread_main,
+                                   threads);
+        if (*status != 0) break;
     }
-    if (threads->thread_count == 0) {   /* some threads are enough, none are not */
+    if (threads->thread_count == 0) { /* some threads are enough, none are not */
         threads_close(&threads->base);
         return NULL;
     }

@@ -22,10 +22,10 @@
 #include <time.h>
 #include <unistd.h>
 
-#define REGIONS_MAX 64                   /* registered buffers */
-#define REGION_BYTES_MAX (1ull << 30)    /* the kernel's limit of one */
-#define WAKE_DATA UINT64_MAX             /* user data of the eventfd's read */
-#define PAUSE_NS 1000000                 /* before a kernel short of memory is entered again */
+#define REGIONS_MAX 64                /* registered buffers */
+#define REGION_BYTES_MAX (1ull << 30) /* the kernel's limit of one */
+#define WAKE_DATA UINT64_MAX          /* user data of the eventfd's read */
+#define PAUSE_NS 1000000              /* before a kernel short of memory is entered again */
 
 typedef struct {
     fkv_io_op *op;
@@ -34,15 +34,15 @@ typedef struct {
 
 typedef struct {
     uint8_t *base;
-    uint64_t length;                     /* 0: free */
-    void *owner;                         /* what was registered may take several regions */
+    uint64_t length; /* 0: free */
+    void *owner;     /* what was registered may take several regions */
 } uring_region;
 
 typedef struct control control;
 struct control {
     control *next;
     void *base;
-    uint64_t length;                     /* 0: unregister */
+    uint64_t length; /* 0: unregister */
     int status;
     bool done;
 };
@@ -58,8 +58,8 @@ typedef struct {
     /* guarded by base.lock */
     op_queue intake;
     control *controls;
-    pthread_cond_t changed;              /* started, or a control is done */
-    bool sleeping;                       /* the eventfd must be written to be heard soon */
+    pthread_cond_t changed; /* started, or a control is done */
+    bool sleeping;          /* the eventfd must be written to be heard soon */
     bool stopping;
     bool started;
     int start_status;
@@ -71,8 +71,8 @@ typedef struct {
     uint32_t *free_slots;
     uint32_t free_count;
     uring_region regions[REGIONS_MAX];
-    uint32_t region_end;                 /* regions behind it are free */
-    bool table;                          /* the kernel has a sparse buffer table */
+    uint32_t region_end; /* regions behind it are free */
+    bool table;          /* the kernel has a sparse buffer table */
     bool wake_armed;
     uint64_t wake_value;
 
@@ -85,8 +85,7 @@ typedef struct {
 
 static void queue_append(op_queue *queue, op_queue *more)
 {
-    if (more->count == 0)
-        return;
+    if (more->count == 0) return;
     if (queue->count == 0)
         queue->head = more->head;
     else
@@ -137,21 +136,19 @@ static int regions_publish(uring_backend *uring, uint32_t first, uint32_t count)
     for (uint32_t i = 0; i < REGIONS_MAX; i++) {
         iovs[i].iov_len = uring->regions[i].length;
         iovs[i].iov_base = iovs[i].iov_len > 0 ? uring->regions[i].base : NULL;
-        if (iovs[i].iov_len > 0)
-            end = i + 1;
+        if (iovs[i].iov_len > 0) end = i + 1;
     }
     int status;
     if (uring->table) {
         __u64 tags[REGIONS_MAX] = {0};
-        status = io_uring_register_buffers_update_tag(&uring->ring, first, iovs + first, tags,
-                                                      count);
+        status =
+            io_uring_register_buffers_update_tag(&uring->ring, first, iovs + first, tags, count);
         status = status == (int)count ? 0 : status < 0 ? status : -ENOMEM;
     } else {
         io_uring_unregister_buffers(&uring->ring);
         status = end > 0 ? io_uring_register_buffers(&uring->ring, iovs, end) : 0;
     }
-    if (status == 0)
-        uring->region_end = end;
+    if (status == 0) uring->region_end = end;
     return status;
 }
 
@@ -161,8 +158,7 @@ static int regions_free(const uring_backend *uring, uint64_t count)
     uint64_t run = 0;
     for (int i = 0; i < REGIONS_MAX; i++) {
         run = uring->regions[i].length == 0 ? run + 1 : 0;
-        if (run == count)
-            return i + 1 - (int)count;
+        if (run == count) return i + 1 - (int)count;
     }
     return -1;
 }
@@ -171,8 +167,7 @@ static int regions_add(uring_backend *uring, uint8_t *base, uint64_t length)
 {
     uint64_t count = (length + REGION_BYTES_MAX - 1) / REGION_BYTES_MAX;
     int first = count <= REGIONS_MAX ? regions_free(uring, count) : -1;
-    if (first < 0)
-        return -ENOSPC;
+    if (first < 0) return -ENOSPC;
     for (uint64_t i = 0; i < count; i++) {
         uint64_t start = i * REGION_BYTES_MAX;
         uint64_t bytes = length - start < REGION_BYTES_MAX ? length - start : REGION_BYTES_MAX;
@@ -181,10 +176,8 @@ static int regions_add(uring_backend *uring, uint8_t *base, uint64_t length)
     int status = regions_publish(uring, (uint32_t)first, (uint32_t)count);
     if (status != 0) {
         /* What the kernel took of it before it failed must go too, and what was there must stay. */
-        for (uint64_t i = 0; i < count; i++)
-            uring->regions[first + i] = (uring_region){0};
-        if (regions_publish(uring, (uint32_t)first, (uint32_t)count) != 0)
-            uring->region_end = 0;
+        for (uint64_t i = 0; i < count; i++) uring->regions[first + i] = (uring_region){0};
+        if (regions_publish(uring, (uint32_t)first, (uint32_t)count) != 0) uring->region_end = 0;
     }
     return status;
 }
@@ -194,15 +187,12 @@ static int64_t regions_remove(uring_backend *uring, void *owner)
 {
     uint64_t bytes = 0;
     for (uint32_t i = 0; i < REGIONS_MAX; i++) {
-        if (uring->regions[i].length == 0 || uring->regions[i].owner != owner)
-            continue;
+        if (uring->regions[i].length == 0 || uring->regions[i].owner != owner) continue;
         bytes += uring->regions[i].length;
         uring->regions[i] = (uring_region){0};
-        if (uring->table)
-            regions_publish(uring, i, 1);
+        if (uring->table) regions_publish(uring, i, 1);
     }
-    if (bytes > 0 && !uring->table && regions_publish(uring, 0, 0) != 0)
-        uring->region_end = 0;
+    if (bytes > 0 && !uring->table && regions_publish(uring, 0, 0) != 0) uring->region_end = 0;
     return bytes > 0 ? (int64_t)bytes : -ENOENT;
 }
 
@@ -230,8 +220,7 @@ static void controls_run(uring_backend *uring, control *list)
 static struct io_uring_sqe *sqe_get(uring_backend *uring)
 {
     struct io_uring_sqe *sqe = io_uring_get_sqe(&uring->ring);
-    if (sqe == NULL && io_uring_submit(&uring->ring) >= 0)
-        sqe = io_uring_get_sqe(&uring->ring);
+    if (sqe == NULL && io_uring_submit(&uring->ring) >= 0) sqe = io_uring_get_sqe(&uring->ring);
     return sqe;
 }
 
@@ -268,16 +257,15 @@ static void issue(uring_backend *uring)
     if (!uring->wake_armed) {
         struct io_uring_sqe *sqe = sqe_get(uring);
         if (sqe != NULL) {
-            io_uring_prep_read(sqe, uring->eventfd, &uring->wake_value,
-                               sizeof uring->wake_value, 0);
+            io_uring_prep_read(sqe, uring->eventfd, &uring->wake_value, sizeof uring->wake_value,
+                               0);
             io_uring_sqe_set_data64(sqe, WAKE_DATA);
             uring->wake_armed = true;
         }
     }
     while (uring->free_count > 0 && uring->queue.count > 0) {
         struct io_uring_sqe *sqe = sqe_get(uring);
-        if (sqe == NULL)
-            return;      /* stays queued; completions come first */
+        if (sqe == NULL) return; /* stays queued; completions come first */
         fkv_io_op *op = queue_take(&uring->queue);
         uint32_t index = uring->free_slots[--uring->free_count];
         uring_slot *slot = &uring->slots[index];
@@ -308,7 +296,8 @@ static void reap(uring_backend *uring)
     struct io_uring_cqe *cqe;
     unsigned head, seen = 0;
 
-    io_uring_for_each_cqe(&uring->ring, head, cqe) {
+    io_uring_for_each_cqe(&uring->ring, head, cqe)
+    {
         seen++;
         if (cqe->user_data == WAKE_DATA) {
             uring->wake_armed = false;
@@ -316,7 +305,7 @@ static void reap(uring_backend *uring)
         }
         fkv_io_op *op = slot_release(uring, cqe->user_data);
         if (op == NULL)
-            counted.errors++;      /* nobody's: it can finish nothing */
+            counted.errors++; /* nobody's: it can finish nothing */
         else if (fkv_io_settle(op, cqe->res, uring->retries, &counted) == FKV_IO_DONE)
             queue_add(&finished, op);
         else
@@ -328,8 +317,7 @@ static void reap(uring_backend *uring)
     uint64_t again_count = again.count;
     queue_append(&again, &uring->queue);
     uring->queue = again;
-    if (finished.count == 0 && again_count == 0 && counted.errors == 0)
-        return;
+    if (finished.count == 0 && again_count == 0 && counted.errors == 0) return;
     pthread_mutex_lock(&uring->base.lock);
     fkv_io_counters_add(&uring->base.counters, &counted);
     uring->base.counters.inflight -= finished.count;
@@ -351,8 +339,7 @@ static bool collect(uring_backend *uring)
         uring->sleeping = controls == NULL && uring->queue.count < uring->free_count;
         bool end = uring->stopping && uring->queue.count == 0 && uring->free_count == uring->depth;
         pthread_mutex_unlock(&uring->base.lock);
-        if (controls == NULL)
-            return !end;
+        if (controls == NULL) return !end;
         controls_run(uring, controls);
     }
 }
@@ -360,8 +347,7 @@ static bool collect(uring_backend *uring)
 static void wait_for_completions(uring_backend *uring)
 {
     int status = io_uring_submit_and_wait(&uring->ring, 1);
-    if (status >= 0 || status == -EINTR || status == -EBUSY)
-        return;
+    if (status >= 0 || status == -EINTR || status == -EBUSY) return;
     /* Nothing else is expected here; what is in the ring stays valid and is tried again. */
     assert(status == -EAGAIN || status == -ENOMEM);
     nanosleep(&(struct timespec){.tv_nsec = PAUSE_NS}, NULL);
@@ -374,8 +360,8 @@ static int ring_open(uring_backend *uring)
     static const unsigned ladder[] = {
         /* 6.1 */
         IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_COOP_TASKRUN,
-        IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_COOP_TASKRUN,   /* 6.0 */
-        IORING_SETUP_COOP_TASKRUN,                                /* 5.19 */
+        IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_COOP_TASKRUN, /* 6.0 */
+        IORING_SETUP_COOP_TASKRUN,                              /* 5.19 */
         0,
     };
     int status = -EINVAL;
@@ -383,8 +369,7 @@ static int ring_open(uring_backend *uring)
         struct io_uring_params params = {.flags = ladder[i]};
         status = io_uring_queue_init_params(uring->depth + 1, &uring->ring, &params);
     }
-    if (status != 0)
-        return status;
+    if (status != 0) return status;
 
     struct io_uring_probe *probe = io_uring_get_probe_ring(&uring->ring);
     bool able = probe != NULL && io_uring_opcode_supported(probe, IORING_OP_READ)
@@ -396,7 +381,7 @@ static int ring_open(uring_backend *uring)
         return -ENOSYS;
     }
     uring->table = io_uring_register_buffers_sparse(&uring->ring, REGIONS_MAX) == 0;
-    io_uring_register_ring_fd(&uring->ring);   /* where it is known: saves a lookup per call */
+    io_uring_register_ring_fd(&uring->ring); /* where it is known: saves a lookup per call */
     return 0;
 }
 
@@ -410,8 +395,7 @@ static void *ring_main(void *argument)
     uring->start_status = status;
     pthread_cond_broadcast(&uring->changed);
     pthread_mutex_unlock(&uring->base.lock);
-    if (status != 0)
-        return NULL;
+    if (status != 0) return NULL;
     while (collect(uring)) {
         issue(uring);
         wait_for_completions(uring);
@@ -423,16 +407,14 @@ static void *ring_main(void *argument)
 
 static void wake(uring_backend *uring)
 {
-    while (eventfd_write(uring->eventfd, 1) != 0 && errno == EINTR)
-        continue;
+    while (eventfd_write(uring->eventfd, 1) != 0 && errno == EINTR) continue;
 }
 
 static void uring_submit(fkv_backend *backend, fkv_io_op *list)
 {
     uring_backend *uring = (uring_backend *)backend;
     op_queue more = {list, list, 1};
-    for (; more.tail->next != NULL; more.tail = more.tail->next)
-        more.count++;
+    for (; more.tail->next != NULL; more.tail = more.tail->next) more.count++;
 
     pthread_mutex_lock(&backend->lock);
     backend->counters.inflight += more.count;
@@ -440,8 +422,7 @@ static void uring_submit(fkv_backend *backend, fkv_io_op *list)
     bool must_wake = uring->sleeping;
     uring->sleeping = false;
     pthread_mutex_unlock(&backend->lock);
-    if (must_wake)
-        wake(uring);
+    if (must_wake) wake(uring);
 }
 
 static int control_send(uring_backend *uring, void *base, uint64_t length)
@@ -452,8 +433,7 @@ static int control_send(uring_backend *uring, void *base, uint64_t length)
     uring->controls = &request;
     uring->sleeping = false;
     wake(uring);
-    while (!request.done)
-        pthread_cond_wait(&uring->changed, &uring->base.lock);
+    while (!request.done) pthread_cond_wait(&uring->changed, &uring->base.lock);
     pthread_mutex_unlock(&uring->base.lock);
     return request.status;
 }
@@ -470,8 +450,7 @@ static int uring_unregister(fkv_backend *backend, void *base)
 
 static void uring_free(uring_backend *uring)
 {
-    if (uring->eventfd >= 0)
-        close(uring->eventfd);
+    if (uring->eventfd >= 0) close(uring->eventfd);
     pthread_cond_destroy(&uring->changed);
     pthread_mutex_destroy(&uring->base.lock);
     free(uring->slots);
@@ -495,25 +474,20 @@ static int uring_start(uring_backend *uring)
 {
     uring->slots = calloc(uring->depth, sizeof *uring->slots);
     uring->free_slots = malloc(uring->depth * sizeof *uring->free_slots);
-    if (uring->slots == NULL || uring->free_slots == NULL)
-        return -ENOMEM;
+    if (uring->slots == NULL || uring->free_slots == NULL) return -ENOMEM;
     while (uring->free_count < uring->depth) {
         uring->free_slots[uring->free_count] = uring->depth - 1 - uring->free_count;
         uring->free_count++;
     }
     uring->eventfd = eventfd(0, EFD_CLOEXEC);
-    if (uring->eventfd < 0)
-        return -errno;
+    if (uring->eventfd < 0) return -errno;
     int status = fkv_thread_start(&uring->thread, "fkv-ring", ring_main, uring);
-    if (status != 0)
-        return status;
+    if (status != 0) return status;
     pthread_mutex_lock(&uring->base.lock);
-    while (!uring->started)
-        pthread_cond_wait(&uring->changed, &uring->base.lock);
+    while (!uring->started) pthread_cond_wait(&uring->changed, &uring->base.lock);
     status = uring->start_status;
     pthread_mutex_unlock(&uring->base.lock);
-    if (status != 0)
-        pthread_join(uring->thread, NULL);
+    if (status != 0) pthread_join(uring->thread, NULL);
     return status;
 }
 
@@ -547,7 +521,7 @@ fkv_backend *fkv_io_uring_open(const fkv_engine_options *options, int *status)
 fkv_backend *fkv_io_uring_open(const fkv_engine_options *options, int *status)
 {
     (void)options;
-    *status = -ENOSYS;   /* built without liburing */
+    *status = -ENOSYS; /* built without liburing */
     return NULL;
 }
 #endif

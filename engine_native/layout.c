@@ -1,11 +1,11 @@
 /* layout.c: where the vectors of a block lie in the caller's memory.
  *
  * Invariants
- *  - a block is a box of (layer, plane, head, token) vectors; planes may differ in layers, heads and
- *    vector length; a contiguous block holds just the vectors that exist, in the lexicographic order of
- *    its axes;
- *  - heads and tokens are strided, layers and planes have an entry each: only a head axis outside the
- *    plane axis asks for planes of equally many heads;
+ *  - a block is a box of (layer, plane, head, token) vectors; planes may differ in layers, heads
+ * and vector length; a contiguous block holds just the vectors that exist, in the lexicographic
+ * order of its axes;
+ *  - heads and tokens are strided, layers and planes have an entry each: only a head axis outside
+ * the plane axis asks for planes of equally many heads;
  *  - sums stay in 64 bits: geometries whose blocks don't are refused.
  */
 #include "flashkv_native.h"
@@ -21,23 +21,19 @@ typedef struct {
     uint32_t position[4]; /* of each FKV_AXIS_* in the order */
 } layout;
 
-/* Bytes of all vectors whose axes from position `from` on are free; plane, layer: ANY where free. */
+/* Bytes of all vectors whose axes from position `from` on are free; plane, layer: ANY where free.
+ */
 static uint64_t box_bytes(const layout *box, uint32_t from, int64_t plane, int64_t layer)
 {
     uint64_t bytes = 0;
     for (uint32_t p = 0; p < box->geometry->plane_count; p++) {
         const fkv_plane_row *row = &box->geometry->planes[p];
-        if (plane != ANY && plane != p)
-            continue;
-        if (layer != ANY && layer >= row->layers)
-            continue;
+        if (plane != ANY && plane != p) continue;
+        if (layer != ANY && layer >= row->layers) continue;
         uint64_t part = row->vector_bytes;
-        if (layer == ANY)
-            part *= row->layers;
-        if (box->position[FKV_AXIS_HEAD] >= from)
-            part *= row->heads;
-        if (box->position[FKV_AXIS_TOKEN] >= from)
-            part *= box->tokens;
+        if (layer == ANY) part *= row->layers;
+        if (box->position[FKV_AXIS_HEAD] >= from) part *= row->heads;
+        if (box->position[FKV_AXIS_TOKEN] >= from) part *= box->tokens;
         bytes += part;
     }
     return bytes;
@@ -48,13 +44,11 @@ static int read_order(layout *box, const fkv_order_row *order, uint32_t region_a
     uint32_t seen = 0, regions = 0;
     for (uint32_t i = 0; i < 4; i++) {
         uint32_t axis = order->axes[i];
-        if (axis > FKV_AXIS_TOKEN || (seen & (1u << axis)))
-            return -EINVAL;
+        if (axis > FKV_AXIS_TOKEN || (seen & (1u << axis))) return -EINVAL;
         seen |= 1u << axis;
         box->position[axis] = i;
     }
-    if (region_axes & ~((1u << FKV_AXIS_LAYER) | (1u << FKV_AXIS_PLANE)))
-        return -EINVAL;
+    if (region_axes & ~((1u << FKV_AXIS_LAYER) | (1u << FKV_AXIS_PLANE))) return -EINVAL;
     for (uint32_t i = 0; i < 4 && (region_axes & (1u << order->axes[i])); i++)
         regions |= 1u << order->axes[i];
     return regions == region_axes ? 0 : -EINVAL;
@@ -69,8 +63,7 @@ static int check_geometry(const layout *box)
     for (uint32_t p = 0; p < geometry->plane_count; p++) {
         const fkv_plane_row *row = &geometry->planes[p];
         uint64_t bytes = 0;
-        if (row->layers == 0 || row->heads == 0 || row->vector_bytes == 0)
-            return -EINVAL;
+        if (row->layers == 0 || row->heads == 0 || row->vector_bytes == 0) return -EINVAL;
         if (__builtin_mul_overflow((uint64_t)row->layers * row->heads, row->vector_bytes, &bytes)
             || __builtin_mul_overflow(bytes, box->tokens, &bytes)
             || __builtin_add_overflow(total, bytes, &total) || total > INT64_MAX)
@@ -87,12 +80,9 @@ static int64_t region_of(const layout *box, uint32_t region_axes, uint32_t plane
 {
     const fkv_geometry *geometry = box->geometry;
     int64_t region = 0;
-    if (region_axes == 0)
-        return 0;
-    if (region_axes == 1u << FKV_AXIS_PLANE)
-        return plane;
-    if (region_axes == 1u << FKV_AXIS_LAYER)
-        return layer;
+    if (region_axes == 0) return 0;
+    if (region_axes == 1u << FKV_AXIS_PLANE) return plane;
+    if (region_axes == 1u << FKV_AXIS_LAYER) return layer;
     for (uint32_t p = 0; p < geometry->plane_count; p++) {
         uint32_t layers = geometry->planes[p].layers;
         if (box->position[FKV_AXIS_PLANE] < box->position[FKV_AXIS_LAYER])
@@ -131,10 +121,8 @@ int fkv_view_fill(const fkv_geometry *geometry, const fkv_order_row *order, uint
 {
     layout box = {.geometry = geometry, .tokens = order->block_tokens};
     int status = read_order(&box, order, region_axes);
-    if (status == 0)
-        status = check_geometry(&box);
-    if (status != 0)
-        return status;
+    if (status == 0) status = check_geometry(&box);
+    if (status != 0) return status;
     uint32_t inner = (uint32_t)__builtin_popcount(region_axes);
     int64_t regions = 0;
     bool planes_apart = region_axes & (1u << FKV_AXIS_PLANE);
@@ -142,15 +130,12 @@ int fkv_view_fill(const fkv_geometry *geometry, const fkv_order_row *order, uint
     for (uint32_t p = 0; p < geometry->plane_count; p++) {
         for (uint32_t l = 0; l < geometry->planes[p].layers; l++) {
             int64_t region = region_of(&box, region_axes, p, l);
-            if (region >= INT32_MAX)
-                return -EINVAL;
-            if (region >= regions)
-                regions = region + 1;
+            if (region >= INT32_MAX) return -EINVAL;
+            if (region >= regions) regions = region + 1;
             if (region_bytes)
                 region_bytes[region] = box_bytes(&box, inner, planes_apart ? (int64_t)p : ANY,
                                                  layers_apart ? (int64_t)l : ANY);
-            if (!entries)
-                continue;
+            if (!entries) continue;
             *entries++ = (fkv_place_in_memory){
                 .region = (int32_t)region,
                 .offset = offset_of(&box, region_axes, p, l),

@@ -1,8 +1,8 @@
 /* pages.c: the streams of a record -> per-head pages.
  *
  * Invariants
- *  - a full page holds one stripe of one stream, as many tokens as fit; what a stream leaves over goes, in stream
- *    order, into shared pages, split at token boundaries so that those are full too;
+ *  - a full page holds one stripe of one stream, as many tokens as fit; what a stream leaves over
+ * goes, in stream order, into shared pages, split at token boundaries so that those are full too;
  *  - full pages come first, then the shared ones; the stripe table is in the order of the pages;
  *  - a stream whose code would be longer than its plain rows is stored plain.
  */
@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define SPLIT_TOKENS_MIN 4u    /* a stripe of fewer tokens isn't worth its row of the table */
+#define SPLIT_TOKENS_MIN 4u /* a stripe of fewer tokens isn't worth its row of the table */
 
 typedef struct {
     const fkv_encode_batch *batch;
@@ -19,28 +19,31 @@ typedef struct {
     fkv_record_parts *parts;
     uint8_t *payload;
     uint64_t page_room, stripe_room;
-    uint32_t page;             /* pages begun */
-    uint32_t offset;           /* in the shared page that is open */
+    uint32_t page;   /* pages begun */
+    uint32_t offset; /* in the shared page that is open */
     bool shared_open;
-    uint64_t *rows;            /* [tokens]: addresses of one stream's vectors */
-    uint16_t *costs;           /* [tokens] */
-    uint32_t *left_first;      /* [streams]: first token of the remainder */
-    uint32_t *stream_offsets;  /* [streams]: into parts->streams */
+    uint64_t *rows;           /* [tokens]: addresses of one stream's vectors */
+    uint16_t *costs;          /* [tokens] */
+    uint32_t *left_first;     /* [streams]: first token of the remainder */
+    uint32_t *stream_offsets; /* [streams]: into parts->streams */
 } packer;
 
-void fkv_parts_free(fkv_record_parts *parts) {
+void fkv_parts_free(fkv_record_parts *parts)
+{
     free(parts->page_crcs), free(parts->streams), free(parts->stripes);
     parts->page_crcs = parts->stripes = NULL;
     parts->streams = NULL;
 }
 
-static void packer_rows(packer *p, uint32_t entry, uint32_t head, uint32_t first_token) {
+static void packer_rows(packer *p, uint32_t entry, uint32_t head, uint32_t first_token)
+{
     const fkv_encode_batch *batch = p->batch;
     uint32_t token = 0;
     for (uint32_t i = 0; i < p->record->block_count; i++) {
         const fkv_encode_block *b = &batch->blocks[p->record->first_block + i];
         if (token + b->tokens > first_token) {
-            const uint64_t *pointers = batch->pointers + (uint64_t)b->source * batch->view->region_count;
+            const uint64_t *pointers =
+                batch->pointers + (uint64_t)b->source * batch->view->region_count;
             uint64_t address = fkv_vector(batch->view, pointers, entry, head, 0);
             int64_t stride = batch->view->entries[entry].token_stride;
             uint32_t from = first_token > token ? first_token - token : 0;
@@ -51,17 +54,21 @@ static void packer_rows(packer *p, uint32_t entry, uint32_t head, uint32_t first
     }
 }
 
-static void packer_costs(packer *p, const fkv_plane_row *plane, const fkv_stream_row *stream, const uint8_t *bases,
-                         uint32_t first, uint32_t count) {
+static void packer_costs(packer *p, const fkv_plane_row *plane, const fkv_stream_row *stream,
+                         const uint8_t *bases, uint32_t first, uint32_t count)
+{
     if (stream->mode != FKV_STREAM_PLAIN) {
-        fkv_fxp_costs(p->rows + first, count, plane->vector_bytes, stream->mode, bases, p->costs + first);
+        fkv_fxp_costs(p->rows + first, count, plane->vector_bytes, stream->mode, bases,
+                      p->costs + first);
         return;
     }
     for (uint32_t t = first; t < first + count; t++) p->costs[t] = (uint16_t)plane->vector_bytes;
 }
 
 /* Tokens from `first` on that fit into `space` bytes. */
-static uint32_t packer_fit(const packer *p, uint32_t first, uint32_t end, uint32_t space, uint32_t *bytes) {
+static uint32_t packer_fit(const packer *p, uint32_t first, uint32_t end, uint32_t space,
+                           uint32_t *bytes)
+{
     uint32_t used = 0, t = first;
     if (end - first > FKV_STRIPE_TOKENS_MAX) end = first + FKV_STRIPE_TOKENS_MAX;
     while (t < end && used + p->costs[t] <= space) used += p->costs[t++];
@@ -69,8 +76,9 @@ static uint32_t packer_fit(const packer *p, uint32_t first, uint32_t end, uint32
     return t - first;
 }
 
-static int packer_stripe(packer *p, const fkv_plane_row *plane, const fkv_stream_row *stream, const uint8_t *bases,
-                         uint32_t first, uint32_t count, bool new_page) {
+static int packer_stripe(packer *p, const fkv_plane_row *plane, const fkv_stream_row *stream,
+                         const uint8_t *bases, uint32_t first, uint32_t count, bool new_page)
+{
     if (p->shape->stripes >= p->stripe_room || p->page > p->page_room) return FKV_TOO_LARGE;
     uint8_t *out = p->payload + (uint64_t)(p->page - 1) * FKV_PAGE_BYTES + p->offset;
     uint32_t length = 0;
@@ -78,13 +86,15 @@ static int packer_stripe(packer *p, const fkv_plane_row *plane, const fkv_stream
         for (uint32_t t = first; t < first + count; t++, length += plane->vector_bytes)
             memcpy(out + length, (const uint8_t *)(uintptr_t)p->rows[t], plane->vector_bytes);
     else
-        length = fkv_fxp_encode(p->rows + first, count, plane->vector_bytes, stream->mode, bases, out);
+        length =
+            fkv_fxp_encode(p->rows + first, count, plane->vector_bytes, stream->mode, bases, out);
     p->parts->stripes[p->shape->stripes++] = length | count << 13 | (uint32_t)new_page << 24;
     p->offset += length;
     return FKV_OK;
 }
 
-static void packer_close_page(packer *p) {
+static void packer_close_page(packer *p)
+{
     uint8_t *page = p->payload + (uint64_t)(p->page - 1) * FKV_PAGE_BYTES;
     memset(page + p->offset, 0, FKV_PAGE_BYTES - p->offset);
     p->parts->page_crcs[p->page - 1] = fkv_page_crc(p->record->sequence, p->page - 1, page);
@@ -92,12 +102,15 @@ static void packer_close_page(packer *p) {
 }
 
 /* Chooses the stream's mode and writes its full pages. */
-static int packer_full_pages(packer *p, const fkv_plane_row *plane, uint32_t stream_index) {
+static int packer_full_pages(packer *p, const fkv_plane_row *plane, uint32_t stream_index)
+{
     fkv_stream_row stream = {0};
-    uint8_t *row = p->parts->streams + p->stream_offsets[stream_index], *bases = row + sizeof stream;
+    uint8_t *row = p->parts->streams + p->stream_offsets[stream_index],
+            *bases = row + sizeof stream;
     uint32_t tokens = p->shape->tokens, first = 0, bytes, total = 0;
-    uint32_t mode = !fkv_plane_bases(plane) ? FKV_STREAM_PLAIN
-                  : plane->dtype == FKV_DTYPE_BF16 ? FKV_STREAM_FXP_BF16 : FKV_STREAM_FXP_FP16;
+    uint32_t mode = !fkv_plane_bases(plane)          ? FKV_STREAM_PLAIN
+                    : plane->dtype == FKV_DTYPE_BF16 ? FKV_STREAM_FXP_BF16
+                                                     : FKV_STREAM_FXP_FP16;
     if (mode != FKV_STREAM_PLAIN) {
         stream.mode = (uint8_t)mode;
         fkv_fxp_choose(p->rows, tokens, plane->vector_bytes, mode, bases);
@@ -123,16 +136,19 @@ static int packer_full_pages(packer *p, const fkv_plane_row *plane, uint32_t str
     return FKV_OK;
 }
 
-static int packer_shared(packer *p, const fkv_plane_row *plane, uint32_t stream_index) {
+static int packer_shared(packer *p, const fkv_plane_row *plane, uint32_t stream_index)
+{
     fkv_stream_row stream;
-    const uint8_t *row = p->parts->streams + p->stream_offsets[stream_index], *bases = row + sizeof stream;
+    const uint8_t *row = p->parts->streams + p->stream_offsets[stream_index],
+                  *bases = row + sizeof stream;
     memcpy(&stream, row, sizeof stream);
     uint32_t tokens = p->shape->tokens, first = p->left_first[stream_index], bytes;
     packer_costs(p, plane, &stream, bases, first, tokens - first);
     while (first < tokens) {
         bool new_page = false;
         uint32_t left = tokens - first;
-        uint32_t count = p->shared_open ? packer_fit(p, first, tokens, FKV_PAGE_BYTES - p->offset, &bytes) : 0;
+        uint32_t count =
+            p->shared_open ? packer_fit(p, first, tokens, FKV_PAGE_BYTES - p->offset, &bytes) : 0;
         if (count < left && count < SPLIT_TOKENS_MIN) {
             if (p->shared_open) packer_close_page(p);
             p->shared_open = new_page = true;
@@ -149,11 +165,13 @@ static int packer_shared(packer *p, const fkv_plane_row *plane, uint32_t stream_
 typedef int (*packer_step)(packer *p, const fkv_plane_row *plane, uint32_t stream_index);
 
 /* Runs a step over all streams in their order. */
-static int packer_each(packer *p, packer_step step, bool remainder) {
+static int packer_each(packer *p, packer_step step, bool remainder)
+{
     const fkv_geometry *g = p->batch->geometry;
     uint32_t layers = fkv_geometry_layers(g), stream = 0;
     for (uint32_t layer = 0; layer < layers; layer++)
-        for (uint32_t plane = 0, entry = layer; plane < g->plane_count; entry += g->planes[plane++].layers) {
+        for (uint32_t plane = 0, entry = layer; plane < g->plane_count;
+             entry += g->planes[plane++].layers) {
             const fkv_plane_row *row = &g->planes[plane];
             if (layer >= row->layers) continue;
             for (uint32_t head = 0; head < row->heads; head++, stream++) {
@@ -165,7 +183,8 @@ static int packer_each(packer *p, packer_step step, bool remainder) {
     return FKV_OK;
 }
 
-static void packer_offsets(packer *p) {
+static void packer_offsets(packer *p)
+{
     const fkv_geometry *g = p->batch->geometry;
     uint32_t layers = fkv_geometry_layers(g), stream = 0, at = 0;
     for (uint32_t layer = 0; layer < layers; layer++)
@@ -178,10 +197,16 @@ static void packer_offsets(packer *p) {
         }
 }
 
-int fkv_pages_encode(const fkv_encode_batch *batch, const fkv_encode_record *record, fkv_record_shape *shape,
-                     uint8_t *payload, fkv_record_parts *parts) {
-    packer p = {.batch = batch, .record = record, .shape = shape, .parts = parts, .payload = payload,
-                .page_room = shape->payload_pages, .stripe_room = shape->stripes};
+int fkv_pages_encode(const fkv_encode_batch *batch, const fkv_encode_record *record,
+                     fkv_record_shape *shape, uint8_t *payload, fkv_record_parts *parts)
+{
+    packer p = {.batch = batch,
+                .record = record,
+                .shape = shape,
+                .parts = parts,
+                .payload = payload,
+                .page_room = shape->payload_pages,
+                .stripe_room = shape->stripes};
     p.rows = malloc(shape->tokens * sizeof *p.rows);
     p.costs = malloc(shape->tokens * sizeof *p.costs);
     p.left_first = malloc(shape->streams * sizeof *p.left_first);
@@ -190,7 +215,8 @@ int fkv_pages_encode(const fkv_encode_batch *batch, const fkv_encode_record *rec
     parts->stripes = malloc(p.stripe_room * sizeof *parts->stripes);
     parts->streams = calloc(1, shape->stream_bytes);
     int status = FKV_NO_MEMORY;
-    if (p.rows && p.costs && p.left_first && p.stream_offsets && parts->page_crcs && parts->stripes && parts->streams) {
+    if (p.rows && p.costs && p.left_first && p.stream_offsets && parts->page_crcs && parts->stripes
+        && parts->streams) {
         shape->stripes = shape->payload_pages = 0;
         packer_offsets(&p);
         status = packer_each(&p, packer_full_pages, false);

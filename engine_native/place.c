@@ -1,28 +1,35 @@
 /* place.c: pages that arrived -> the caller's memory: checked, then copied or decoded.
  *
  * Invariants
- *  - no byte of a page is used before the page's checksum (seeded by the record's sequence and the page's ordinal) was
- *    right; the exception is a direct read, whose bytes are in place already: then only the status waits for it;
+ *  - no byte of a page is used before the page's checksum (seeded by the record's sequence and the
+ * page's ordinal) was right; the exception is a direct read, whose bytes are in place already: then
+ * only the status waits for it;
  *  - a bad page fails every want that needed it, and no other.
  */
 #include "reader.h"
 #include <stdlib.h>
 #include <string.h>
 
-static const uint8_t *page_at(const fkv_extent *extent, uint32_t page) {
+static const uint8_t *page_at(const fkv_extent *extent, uint32_t page)
+{
     uint64_t at = (uint64_t)(page - extent->first_page) * FKV_PAGE_BYTES;
-    const uint8_t *payload = extent->buffer ? extent->buffer + (uint64_t)extent->header_pages * FKV_PAGE_BYTES : NULL;
+    const uint8_t *payload =
+        extent->buffer ? extent->buffer + (uint64_t)extent->header_pages * FKV_PAGE_BYTES : NULL;
     if (!extent->direct) return payload + at;
     return at < extent->direct_bytes ? extent->direct + at : payload + (at - extent->direct_bytes);
 }
 
-static bool page_good(const fkv_extent *extent, uint32_t page) {
+static bool page_good(const fkv_extent *extent, uint32_t page)
+{
     const fkv_header *h = extent->reading->header;
     return fkv_page_crc(h->fixed.sequence, page, page_at(extent, page)) == h->page_crcs[page];
 }
 
-/* ---- raw ------------------------------------------------------------------------------------------------------------- */
-bool fkv_raw_block_place(const fkv_reading *reading, const fkv_read_want *want, uint64_t *offset, uint64_t *bytes) {
+/* ---- raw ---- */
+
+bool fkv_raw_block_place(const fkv_reading *reading, const fkv_read_want *want, uint64_t *offset,
+                         uint64_t *bytes)
+{
     const fkv_header *h = reading->header;
     bool aligned = h->fixed.flags & FKV_RECORD_ALIGNED;
     *offset = 0;
@@ -32,8 +39,10 @@ bool fkv_raw_block_place(const fkv_reading *reading, const fkv_read_want *want, 
     return aligned;
 }
 
-static bool runs_with(const fkv_reading *reading, const fkv_read_want *want, const fkv_order_row *order,
-                      uint32_t block_tokens, uint32_t token_count, fkv_run_fn emit, void *context) {
+static bool runs_with(const fkv_reading *reading, const fkv_read_want *want,
+                      const fkv_order_row *order, uint32_t block_tokens, uint32_t token_count,
+                      fkv_run_fn emit, void *context)
+{
     const fkv_read_batch *batch = reading->job->batch;
     fkv_place_in_memory *stored = malloc(fkv_geometry_entries(batch->geometry) * sizeof *stored);
     if (!stored) return false;
@@ -46,9 +55,12 @@ static bool runs_with(const fkv_reading *reading, const fkv_read_want *want, con
     return true;
 }
 
-bool fkv_raw_runs(const fkv_reading *reading, const fkv_read_want *want, fkv_run_fn emit, void *context) {
+bool fkv_raw_runs(const fkv_reading *reading, const fkv_read_want *want, fkv_run_fn emit,
+                  void *context)
+{
     const fkv_header *h = reading->header;
-    return runs_with(reading, want, &h->order, h->blocks[want->ordinal].tokens, want->token_count, emit, context);
+    return runs_with(reading, want, &h->order, h->blocks[want->ordinal].tokens, want->token_count,
+                     emit, context);
 }
 
 typedef struct {
@@ -57,20 +69,24 @@ typedef struct {
     uint32_t runs;
 } single_run;
 
-static void single_run_note(void *context, uint64_t stored, uint8_t *memory, uint64_t length) {
+static void single_run_note(void *context, uint64_t stored, uint8_t *memory, uint64_t length)
+{
     single_run *s = context;
     s->runs++;
     s->memory = stored == 0 ? memory : NULL;
     s->length = length;
 }
 
-uint8_t *fkv_raw_direct(const fkv_reading *reading, const fkv_read_want *want, const fkv_order_row *order,
-                        uint64_t block_bytes, uint32_t block_tokens) {
+uint8_t *fkv_raw_direct(const fkv_reading *reading, const fkv_read_want *want,
+                        const fkv_order_row *order, uint64_t block_bytes, uint32_t block_tokens)
+{
     single_run s = {0};
     uint32_t alignment = reading->job->engine->options.memory_alignment;
-    if (!alignment || want->first_token || (want->token_count && want->token_count != block_tokens)) return NULL;
+    if (!alignment || want->first_token || (want->token_count && want->token_count != block_tokens))
+        return NULL;
     if (block_bytes < FKV_PAGE_BYTES) return NULL;
-    if (!runs_with(reading, want, order, block_tokens, block_tokens, single_run_note, &s)) return NULL;
+    if (!runs_with(reading, want, order, block_tokens, block_tokens, single_run_note, &s))
+        return NULL;
     bool whole = s.runs == 1 && s.memory && s.length == block_bytes;
     return whole && (uintptr_t)s.memory % alignment == 0 ? s.memory : NULL;
 }
@@ -78,21 +94,24 @@ uint8_t *fkv_raw_direct(const fkv_reading *reading, const fkv_read_want *want, c
 typedef struct {
     const fkv_extent *extent;
     const uint8_t *inlined;
-    uint64_t block_offset, from, to;    /* payload bytes that are here */
+    uint64_t block_offset, from, to; /* payload bytes that are here */
 } copy_context;
 
-static void copy_run(void *context, uint64_t stored, uint8_t *memory, uint64_t length) {
+static void copy_run(void *context, uint64_t stored, uint8_t *memory, uint64_t length)
+{
     const copy_context *c = context;
     uint64_t begin = c->block_offset + stored, end = begin + length;
     uint64_t from = begin > c->from ? begin : c->from, to = end < c->to ? end : c->to;
     if (from >= to) return;
     /* Pages that nobody needed from here were not checked here: a direct read brings that block. */
     if (!c->inlined && !c->extent->reading->needed[from / FKV_PAGE_BYTES]) return;
-    const uint8_t *source = c->inlined ? c->inlined : page_at(c->extent, c->extent->first_page) - c->from;
+    const uint8_t *source =
+        c->inlined ? c->inlined : page_at(c->extent, c->extent->first_page) - c->from;
     memcpy(memory + (from - begin), source + from, to - from);
 }
 
-static void raw_copy(const fkv_extent *extent, copy_context *context) {
+static void raw_copy(const fkv_extent *extent, copy_context *context)
+{
     fkv_reading *reading = extent->reading;
     for (uint32_t i = 0; i < reading->request->want_count; i++) {
         uint32_t row = reading->request->first_want + i;
@@ -100,23 +119,30 @@ static void raw_copy(const fkv_extent *extent, copy_context *context) {
         uint64_t bytes;
         if (__atomic_load_n(&w->status, __ATOMIC_RELAXED) != FKV_OK) continue;
         fkv_raw_block_place(reading, w, &context->block_offset, &bytes);
-        if (context->block_offset >= context->to || context->block_offset + bytes <= context->from) continue;
-        if (!fkv_raw_runs(reading, w, copy_run, context)) fkv_want_fail(reading, row, FKV_NO_MEMORY);
+        if (context->block_offset >= context->to || context->block_offset + bytes <= context->from)
+            continue;
+        if (!fkv_raw_runs(reading, w, copy_run, context))
+            fkv_want_fail(reading, row, FKV_NO_MEMORY);
     }
 }
 
-/* ---- coded ------------------------------------------------------------------------------------------------------------ */
-bool fkv_stripe_wanted(const fkv_reading *reading, const fkv_stripe *s) {
+/* ---- coded ---- */
+
+bool fkv_stripe_wanted(const fkv_reading *reading, const fkv_stripe *s)
+{
     const fkv_view *view = reading->job->batch->view;
     const fkv_header *h = reading->header;
     uint32_t entry = h->stream_entries[s->stream], head = s->stream - h->entry_streams[entry];
-    if (view->entries[entry].region < 0 || (view->head_slots && view->head_slots[head] < 0)) return false;
-    return reading->wanted_before[s->first_token + s->tokens] > reading->wanted_before[s->first_token];
+    if (view->entries[entry].region < 0 || (view->head_slots && view->head_slots[head] < 0))
+        return false;
+    return reading->wanted_before[s->first_token + s->tokens]
+           > reading->wanted_before[s->first_token];
 }
 
 /* Addresses of a stripe's vectors in the caller's memory; 0 for tokens that nobody wants. */
-static void stripe_rows(const fkv_reading *reading, const fkv_stripe *s, uint32_t entry, uint32_t head,
-                        uint64_t *rows) {
+static void stripe_rows(const fkv_reading *reading, const fkv_stripe *s, uint32_t entry,
+                        uint32_t head, uint64_t *rows)
+{
     const fkv_view *view = reading->job->batch->view;
     int64_t stride = view->entries[entry].token_stride;
     for (uint32_t t = 0; t < s->tokens;) {
@@ -127,7 +153,8 @@ static void stripe_rows(const fkv_reading *reading, const fkv_stripe *s, uint32_
         }
         const fkv_read_want *w = fkv_want_at(reading, (uint32_t)row);
         uint32_t first = reading->header->blocks[w->ordinal].first_token + w->first_token;
-        uint64_t address = fkv_vector(view, fkv_want_pointers(reading, w), entry, head, s->first_token + t - first);
+        uint64_t address = fkv_vector(view, fkv_want_pointers(reading, w), entry, head,
+                                      s->first_token + t - first);
         do {
             rows[t++] = address;
             address += (uint64_t)stride;
@@ -135,7 +162,8 @@ static void stripe_rows(const fkv_reading *reading, const fkv_stripe *s, uint32_
     }
 }
 
-static bool stripe_decode(const fkv_reading *reading, const fkv_stripe *s, const uint8_t *page) {
+static bool stripe_decode(const fkv_reading *reading, const fkv_stripe *s, const uint8_t *page)
+{
     const fkv_header *h = reading->header;
     uint64_t rows[FKV_STRIPE_TOKENS_MAX];
     uint32_t entry = h->stream_entries[s->stream], head = s->stream - h->entry_streams[entry];
@@ -145,50 +173,65 @@ static bool stripe_decode(const fkv_reading *reading, const fkv_stripe *s, const
     memcpy(&stream, row, sizeof stream);
     stripe_rows(reading, s, entry, head, rows);
     if (stream.mode != FKV_STREAM_PLAIN)
-        return fkv_fxp_decode(in, s->length, s->tokens, bytes, stream.mode, row + sizeof stream, rows) == 0;
+        return fkv_fxp_decode(in, s->length, s->tokens, bytes, stream.mode, row + sizeof stream,
+                              rows)
+               == 0;
     if (s->length != (uint32_t)s->tokens * bytes) return false;
     for (uint32_t t = 0; t < s->tokens; t++, in += bytes)
         if (rows[t]) memcpy((uint8_t *)(uintptr_t)rows[t], in, bytes);
     return true;
 }
 
-static void stripe_fail(fkv_reading *reading, const fkv_stripe *s, uint32_t status) {
+static void stripe_fail(fkv_reading *reading, const fkv_stripe *s, uint32_t status)
+{
     for (uint32_t t = s->first_token; t < (uint32_t)s->first_token + s->tokens; t++)
-        if (reading->token_wants[t] >= 0) fkv_want_fail(reading, (uint32_t)reading->token_wants[t], status);
+        if (reading->token_wants[t] >= 0)
+            fkv_want_fail(reading, (uint32_t)reading->token_wants[t], status);
 }
 
-static uint64_t first_stripe(const fkv_header *h, uint32_t page) {
+static uint64_t first_stripe(const fkv_header *h, uint32_t page)
+{
     uint64_t low = 0, high = h->stripe_count;
     while (low < high) {
         uint64_t middle = (low + high) / 2;
-        if (h->stripes[middle].page < page) low = middle + 1; else high = middle;
+        if (h->stripes[middle].page < page)
+            low = middle + 1;
+        else
+            high = middle;
     }
     return low;
 }
 
-static void coded_place(const fkv_extent *extent) {
+static void coded_place(const fkv_extent *extent)
+{
     fkv_reading *reading = extent->reading;
     const fkv_header *h = reading->header;
     uint32_t end = extent->first_page + extent->page_count, checked = UINT32_MAX;
     bool good = false;
-    for (uint64_t i = first_stripe(h, extent->first_page); i < h->stripe_count && h->stripes[i].page < end; i++) {
+    for (uint64_t i = first_stripe(h, extent->first_page);
+         i < h->stripe_count && h->stripes[i].page < end; i++) {
         const fkv_stripe *s = &h->stripes[i];
         if (!fkv_stripe_wanted(reading, s)) continue;
         if (s->page != checked) {
             checked = s->page;
             good = page_good(extent, checked);
         }
-        if (!good || !stripe_decode(reading, s, page_at(extent, s->page))) stripe_fail(reading, s, FKV_DAMAGED);
+        if (!good || !stripe_decode(reading, s, page_at(extent, s->page)))
+            stripe_fail(reading, s, FKV_DAMAGED);
     }
 }
 
-/* ---- an extent ----------------------------------------------------------------------------------------------------- */
-static void fail_pages(fkv_reading *reading, uint32_t first, uint32_t count, uint32_t status) {
+/* ---- an extent ---- */
+
+static void fail_pages(fkv_reading *reading, uint32_t first, uint32_t count, uint32_t status)
+{
     const fkv_header *h = reading->header;
     uint32_t end = first + count;
     if (h->fixed.codec != FKV_CODEC_RAW) {
-        for (uint64_t i = first_stripe(h, first); i < h->stripe_count && h->stripes[i].page < end; i++)
-            if (fkv_stripe_wanted(reading, &h->stripes[i])) stripe_fail(reading, &h->stripes[i], status);
+        for (uint64_t i = first_stripe(h, first); i < h->stripe_count && h->stripes[i].page < end;
+             i++)
+            if (fkv_stripe_wanted(reading, &h->stripes[i]))
+                stripe_fail(reading, &h->stripes[i], status);
         return;
     }
     for (uint32_t i = 0; i < reading->request->want_count; i++) {
@@ -197,17 +240,22 @@ static void fail_pages(fkv_reading *reading, uint32_t first, uint32_t count, uin
         uint64_t offset, bytes;
         if (w->ordinal >= h->fixed.block_count) continue;
         fkv_raw_block_place(reading, w, &offset, &bytes);
-        if (offset < (uint64_t)end * FKV_PAGE_BYTES && offset + bytes > (uint64_t)first * FKV_PAGE_BYTES)
+        if (offset < (uint64_t)end * FKV_PAGE_BYTES
+            && offset + bytes > (uint64_t)first * FKV_PAGE_BYTES)
             fkv_want_fail(reading, row, status);
     }
 }
 
-void fkv_extent_fail(fkv_extent *extent, uint32_t status) {
-    if (extent->direct) fkv_want_fail(extent->reading, extent->want, status);
-    else fail_pages(extent->reading, extent->first_page, extent->page_count, status);
+void fkv_extent_fail(fkv_extent *extent, uint32_t status)
+{
+    if (extent->direct)
+        fkv_want_fail(extent->reading, extent->want, status);
+    else
+        fail_pages(extent->reading, extent->first_page, extent->page_count, status);
 }
 
-static void direct_place(fkv_extent *extent) {
+static void direct_place(fkv_extent *extent)
+{
     uint64_t offset, bytes;
     fkv_reading *reading = extent->reading;
     fkv_raw_block_place(reading, fkv_want_at(reading, extent->want), &offset, &bytes);
@@ -217,13 +265,16 @@ static void direct_place(fkv_extent *extent) {
             return;
         }
     uint64_t read_to = offset + bytes - (uint64_t)extent->first_page * FKV_PAGE_BYTES;
-    if (read_to > extent->direct_bytes && read_to < (uint64_t)extent->page_count * FKV_PAGE_BYTES + 1)
-        memcpy(extent->direct + extent->direct_bytes,
-               page_at(extent, extent->first_page + (uint32_t)(extent->direct_bytes / FKV_PAGE_BYTES)),
-               read_to - extent->direct_bytes);
+    if (read_to > extent->direct_bytes
+        && read_to < (uint64_t)extent->page_count * FKV_PAGE_BYTES + 1)
+        memcpy(
+            extent->direct + extent->direct_bytes,
+            page_at(extent, extent->first_page + (uint32_t)(extent->direct_bytes / FKV_PAGE_BYTES)),
+            read_to - extent->direct_bytes);
 }
 
-void fkv_extent_place(fkv_extent *extent) {
+void fkv_extent_place(fkv_extent *extent)
+{
     fkv_reading *reading = extent->reading;
     const fkv_header *h = reading->header;
     if (h->inline_payload) {
@@ -242,7 +293,8 @@ void fkv_extent_place(fkv_extent *extent) {
     uint32_t end = extent->first_page + extent->page_count;
     for (uint32_t p = extent->first_page; p < end; p++)
         if (reading->needed[p] && !page_good(extent, p)) fail_pages(reading, p, 1, FKV_DAMAGED);
-    copy_context context = {.extent = extent, .from = (uint64_t)extent->first_page * FKV_PAGE_BYTES,
+    copy_context context = {.extent = extent,
+                            .from = (uint64_t)extent->first_page * FKV_PAGE_BYTES,
                             .to = (uint64_t)end * FKV_PAGE_BYTES};
     raw_copy(extent, &context);
 }

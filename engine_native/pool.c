@@ -11,8 +11,8 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 
-#define CLASSES 2                /* small, large */
-#define SMALL_SHARE 8            /* one eighth of the arena is small buffers */
+#define CLASSES 2     /* small, large */
+#define SMALL_SHARE 8 /* one eighth of the arena is small buffers */
 #define SMALL_MIN 8
 #define LARGE_MIN 2
 
@@ -21,7 +21,7 @@ typedef struct {
     uint64_t size;
     uint32_t count;
     uint32_t free_count;
-    uint32_t *free;              /* a stack: the buffer given back last is the warmest */
+    uint32_t *free; /* a stack: the buffer given back last is the warmest */
     fkv_pool_waiter *head, *tail;
 } pool_class;
 
@@ -40,8 +40,7 @@ static int class_init(pool_class *class, uint8_t *base, uint64_t size, uint32_t 
     class->size = size;
     class->count = count;
     class->free = malloc(count * sizeof *class->free);
-    if (class->free == NULL)
-        return -1;
+    if (class->free == NULL) return -1;
     for (class->free_count = 0; class->free_count < count; class->free_count++)
         class->free[class->free_count] = count - 1 - class->free_count;
     return 0;
@@ -51,23 +50,20 @@ fkv_pool *fkv_pool_new(uint64_t bytes)
 {
     uint64_t small = bytes / SMALL_SHARE / FKV_POOL_SMALL;
     uint64_t large = (bytes - bytes / SMALL_SHARE) / FKV_POOL_LARGE;
-    if (small < SMALL_MIN)
-        small = SMALL_MIN;
-    if (large < LARGE_MIN)
-        large = LARGE_MIN;
-    if (small > UINT32_MAX || large > UINT32_MAX)
-        return NULL;
+    if (small < SMALL_MIN) small = SMALL_MIN;
+    if (large < LARGE_MIN) large = LARGE_MIN;
+    if (small > UINT32_MAX || large > UINT32_MAX) return NULL;
 
     fkv_pool *pool = calloc(1, sizeof *pool);
-    if (pool == NULL)
-        return NULL;
+    if (pool == NULL) return NULL;
     pthread_mutex_init(&pool->lock, NULL);
     pool->length = small * FKV_POOL_SMALL + large * FKV_POOL_LARGE;
     pool->base = fkv_buffer_alloc(pool->length);
     if (pool->base == NULL
         || class_init(&pool->classes[0], pool->base, FKV_POOL_SMALL, (uint32_t)small) != 0
         || class_init(&pool->classes[1], pool->base + small * FKV_POOL_SMALL, FKV_POOL_LARGE,
-                      (uint32_t)large) != 0) {
+                      (uint32_t)large)
+               != 0) {
         fkv_pool_free(pool);
         return NULL;
     }
@@ -78,8 +74,7 @@ fkv_pool *fkv_pool_new(uint64_t bytes)
 
 void fkv_pool_free(fkv_pool *pool)
 {
-    if (pool == NULL)
-        return;
+    if (pool == NULL) return;
     assert(pool->bytes_in_use == 0);
     for (int i = 0; i < CLASSES; i++) {
         assert(pool->classes[i].head == NULL);
@@ -110,8 +105,7 @@ void fkv_pool_take(fkv_pool *pool, uint64_t bytes, fkv_pool_waiter *waiter)
         pool->waits++;
     }
     pthread_mutex_unlock(&pool->lock);
-    if (buffer != NULL)
-        waiter->ready(waiter, buffer);
+    if (buffer != NULL) waiter->ready(waiter, buffer);
 }
 
 void fkv_pool_give(fkv_pool *pool, uint8_t *buffer)
@@ -130,8 +124,7 @@ void fkv_pool_give(fkv_pool *pool, uint8_t *buffer)
         pool->bytes_in_use -= class->size;
     }
     pthread_mutex_unlock(&pool->lock);
-    if (waiter != NULL)
-        waiter->ready(waiter, buffer);
+    if (waiter != NULL) waiter->ready(waiter, buffer);
 }
 
 static uint64_t read_locked(fkv_pool *pool, const uint64_t *value)
@@ -142,15 +135,9 @@ static uint64_t read_locked(fkv_pool *pool, const uint64_t *value)
     return copy;
 }
 
-uint64_t fkv_pool_in_use(fkv_pool *pool)
-{
-    return read_locked(pool, &pool->bytes_in_use);
-}
+uint64_t fkv_pool_in_use(fkv_pool *pool) { return read_locked(pool, &pool->bytes_in_use); }
 
-uint64_t fkv_pool_waits(fkv_pool *pool)
-{
-    return read_locked(pool, &pool->waits);
-}
+uint64_t fkv_pool_waits(fkv_pool *pool) { return read_locked(pool, &pool->waits); }
 
 void fkv_pool_memory(fkv_pool *pool, void **base, uint64_t *length)
 {

@@ -1,12 +1,15 @@
 /* reader.c: the life of a batch of reads: header, pages, end.
  *
- *   fkv_read --> header known? --no--> first read (header and, where all is wanted, the first pages) --+
- *                     |yes                                                                             |
- *                     +----------------> fkv_extents_rest: the pages that are needed <-----------------+
- *                                            each extent: check, decode, scatter, as it arrives
+ *   fkv_read: is the record's header known?
+ *     no  -> first read: the header and, where all is wanted, the first pages -> header checked -+
+ *     yes -----------------------------------------------------------------------------------+  |
+ *                                                                                            v  v
+ *                           fkv_extents_rest: the pages that are needed, each extent checked,
+ *                           decoded and scattered as it arrives
  *
- * Invariants: see reader.h. The caller's thread only submits and waits; nothing here takes a decision about what to
- * keep or where: the batch says which records, how far to read through gaps, and where the bytes go.
+ * Invariants: see reader.h. The caller's thread only submits and waits; nothing here takes a
+ * decision about what to keep or where: the batch says which records, how far to read through
+ * gaps, and where the bytes go.
  */
 #include "reader.h"
 #include <errno.h>
@@ -19,28 +22,33 @@ typedef struct {
 } op_list;
 static _Thread_local op_list *gathering;
 
-static void gather_begin(op_list *list) {
+static void gather_begin(op_list *list)
+{
     *list = (op_list){NULL, &list->head};
     gathering = list;
 }
 
-static void gather_end(fkv_engine *engine, op_list *list) {
+static void gather_end(fkv_engine *engine, op_list *list)
+{
     gathering = NULL;
     if (list->head) engine->backend->submit(engine->backend, list->head);
 }
 
-void fkv_want_fail(fkv_reading *reading, uint32_t want, uint32_t status) {
+void fkv_want_fail(fkv_reading *reading, uint32_t want, uint32_t status)
+{
     uint32_t good = FKV_OK;
-    __atomic_compare_exchange_n(&fkv_want_at(reading, want)->status, &good, status, false, __ATOMIC_RELAXED,
-                                __ATOMIC_RELAXED);
+    __atomic_compare_exchange_n(&fkv_want_at(reading, want)->status, &good, status, false,
+                                __ATOMIC_RELAXED, __ATOMIC_RELAXED);
 }
 
-void fkv_reading_fail(fkv_reading *reading, uint32_t status) {
+void fkv_reading_fail(fkv_reading *reading, uint32_t status)
+{
     for (uint32_t i = 0; i < reading->request->want_count; i++)
         fkv_want_fail(reading, reading->request->first_want + i, status);
 }
 
-static void reading_close(fkv_reading *reading) {
+static void reading_close(fkv_reading *reading)
+{
     if (atomic_fetch_sub_explicit(&reading->open, 1, memory_order_acq_rel) != 1) return;
     fkv_read_job *job = reading->job;
     pthread_mutex_lock(&job->lock);
@@ -48,8 +56,10 @@ static void reading_close(fkv_reading *reading) {
     pthread_mutex_unlock(&job->lock);
 }
 
-/* ---- extents ------------------------------------------------------------------------------------------------------ */
-fkv_extent *fkv_extent_new(fkv_reading *reading) {
+/* ---- extents ---- */
+
+fkv_extent *fkv_extent_new(fkv_reading *reading)
+{
     fkv_extent *extent = calloc(1, sizeof *extent);
     if (!extent) return NULL;
     extent->reading = reading;
@@ -59,15 +69,19 @@ fkv_extent *fkv_extent_new(fkv_reading *reading) {
     return extent;
 }
 
-static void buffer_give(fkv_extent *extent) {
+static void buffer_give(fkv_extent *extent)
+{
     if (!extent->buffer) return;
-    if (extent->own_bytes) fkv_buffer_free(extent->buffer, extent->own_bytes);
-    else fkv_pool_give(extent->reading->job->engine->pool, extent->buffer);
+    if (extent->own_bytes)
+        fkv_buffer_free(extent->buffer, extent->own_bytes);
+    else
+        fkv_pool_give(extent->reading->job->engine->pool, extent->buffer);
     extent->buffer = NULL;
 }
 
 /* Is this the record that the index meant, and is every wanted block the one asked for? */
-static bool header_fits(fkv_reading *reading, const fkv_header *h) {
+static bool header_fits(fkv_reading *reading, const fkv_header *h)
+{
     const fkv_read_batch *batch = reading->job->batch;
     const fkv_read_record *r = reading->request;
     const fkv_record_header *f = &h->fixed;
@@ -79,7 +93,8 @@ static bool header_fits(fkv_reading *reading, const fkv_header *h) {
     if (memcmp(f->namespace_digest, batch->namespace_digest, FKV_NAMESPACE_BYTES)
         || memcmp(f->shard, batch->shard, FKV_SHARD_BYTES) || f->group != batch->geometry->group
         || h->geometry.plane_count != batch->geometry->plane_count
-        || memcmp(h->geometry.planes, batch->geometry->planes, h->geometry.plane_count * sizeof(fkv_plane_row))) {
+        || memcmp(h->geometry.planes, batch->geometry->planes,
+                  h->geometry.plane_count * sizeof(fkv_plane_row))) {
         fkv_reading_fail(reading, FKV_MISS);
         return false;
     }
@@ -87,9 +102,11 @@ static bool header_fits(fkv_reading *reading, const fkv_header *h) {
     for (uint32_t i = 0; i < r->want_count; i++) {
         fkv_read_want *w = fkv_want_at(reading, r->first_want + i);
         bool same = w->ordinal < f->block_count && h->blocks[w->ordinal].key_bytes == w->key_bytes
-            && !memcmp(h->bytes + h->key_offsets[w->ordinal], batch->keys + w->key_offset, w->key_bytes);
+                    && !memcmp(h->bytes + h->key_offsets[w->ordinal], batch->keys + w->key_offset,
+                               w->key_bytes);
         uint32_t tokens = same ? h->blocks[w->ordinal].tokens : 0;
-        if (same && !w->token_count && w->first_token < tokens) w->token_count = (uint16_t)(tokens - w->first_token);
+        if (same && !w->token_count && w->first_token < tokens)
+            w->token_count = (uint16_t)(tokens - w->first_token);
         if (!same || !w->token_count || (uint32_t)w->first_token + w->token_count > tokens)
             fkv_want_fail(reading, r->first_want + i, FKV_MISS);
         else
@@ -98,11 +115,13 @@ static bool header_fits(fkv_reading *reading, const fkv_header *h) {
     return any;
 }
 
-static void first_arrived(fkv_extent *extent) {
+static void first_arrived(fkv_extent *extent)
+{
     fkv_reading *reading = extent->reading;
     const fkv_read_record *r = reading->request;
-    fkv_header *h = fkv_header_parse(extent->buffer, (uint64_t)extent->header_pages * FKV_PAGE_BYTES,
-                                     r->segment_uuid, r->epoch, r->page);
+    fkv_header *h =
+        fkv_header_parse(extent->buffer, (uint64_t)extent->header_pages * FKV_PAGE_BYTES,
+                         r->segment_uuid, r->epoch, r->page);
     if (!h) {
         fkv_reading_fail(reading, FKV_DAMAGED);
         return;
@@ -112,7 +131,8 @@ static void first_arrived(fkv_extent *extent) {
     if (header_fits(reading, h)) fkv_extents_rest(reading, extent);
 }
 
-static void extent_run(fkv_task *task) {
+static void extent_run(fkv_task *task)
+{
     fkv_extent *extent = task->owner;
     fkv_reading *reading = extent->reading;
     fkv_engine *engine = reading->job->engine;
@@ -120,8 +140,10 @@ static void extent_run(fkv_task *task) {
     gather_begin(&list);
     if (extent->op.result < 0) {
         uint32_t status = extent->op.result == -ENODATA ? FKV_DAMAGED : FKV_IO_ERROR;
-        if (extent->header_pages) fkv_reading_fail(reading, status);
-        else fkv_extent_fail(extent, status);
+        if (extent->header_pages)
+            fkv_reading_fail(reading, status);
+        else
+            fkv_extent_fail(extent, status);
     } else if (extent->header_pages) {
         first_arrived(extent);
     } else {
@@ -132,20 +154,25 @@ static void extent_run(fkv_task *task) {
     reading_close(reading);
 }
 
-static void extent_complete(fkv_io_op *op) {
+static void extent_complete(fkv_io_op *op)
+{
     fkv_extent *extent = op->owner;
     extent->task = (fkv_task){.run = extent_run, .owner = extent};
-    if (extent->page_count + extent->header_pages <= FKV_EXTENT_INLINE_PAGES) extent_run(&extent->task);
-    else fkv_workers_push(extent->reading->job->engine->workers, &extent->task);
+    if (extent->page_count + extent->header_pages <= FKV_EXTENT_INLINE_PAGES)
+        extent_run(&extent->task);
+    else
+        fkv_workers_push(extent->reading->job->engine->workers, &extent->task);
 }
 
-static void extent_ready(fkv_pool_waiter *waiter, uint8_t *buffer) {
+static void extent_ready(fkv_pool_waiter *waiter, uint8_t *buffer)
+{
     fkv_extent *extent = waiter->owner;
     const fkv_read_record *r = extent->reading->request;
     fkv_io_op *op = &extent->op;
     uint64_t head = (uint64_t)extent->header_pages * FKV_PAGE_BYTES;
     uint64_t payload = (uint64_t)extent->page_count * FKV_PAGE_BYTES;
-    uint64_t page = r->page + (extent->header_pages ? 0 : r->header_pages) + (uint64_t)extent->first_page;
+    uint64_t page =
+        r->page + (extent->header_pages ? 0 : r->header_pages) + (uint64_t)extent->first_page;
     extent->buffer = buffer;
     op->kind = FKV_IO_READ;
     op->fd = r->fd;
@@ -156,7 +183,8 @@ static void extent_ready(fkv_pool_waiter *waiter, uint8_t *buffer) {
         if (head) op->iov[op->iov_count++] = (struct iovec){buffer, head};
         op->iov[op->iov_count++] = (struct iovec){extent->direct, extent->direct_bytes};
         if (payload > extent->direct_bytes)
-            op->iov[op->iov_count++] = (struct iovec){buffer + head, payload - extent->direct_bytes};
+            op->iov[op->iov_count++] =
+                (struct iovec){buffer + head, payload - extent->direct_bytes};
     } else {
         op->iov[op->iov_count++] = (struct iovec){buffer, head + payload};
     }
@@ -171,9 +199,11 @@ static void extent_ready(fkv_pool_waiter *waiter, uint8_t *buffer) {
     }
 }
 
-void fkv_extent_issue(fkv_extent *extent) {
+void fkv_extent_issue(fkv_extent *extent)
+{
     fkv_engine *engine = extent->reading->job->engine;
-    uint64_t bytes = ((uint64_t)extent->header_pages + extent->page_count) * FKV_PAGE_BYTES - extent->direct_bytes;
+    uint64_t bytes = ((uint64_t)extent->header_pages + extent->page_count) * FKV_PAGE_BYTES
+                     - extent->direct_bytes;
     extent->waiter.ready = extent_ready;
     extent->waiter.owner = extent;
     atomic_fetch_add_explicit(extent->direct ? &engine->direct_reads : &engine->bounced_reads, 1,
@@ -182,7 +212,7 @@ void fkv_extent_issue(fkv_extent *extent) {
         extent_ready(&extent->waiter, NULL);
     } else if (bytes <= FKV_POOL_LARGE) {
         fkv_pool_take(engine->pool, bytes, &extent->waiter);
-    } else {                    /* a header of more than a megabyte */
+    } else { /* a header of more than a megabyte */
         uint8_t *buffer = fkv_buffer_alloc(bytes);
         if (buffer) {
             extent->own_bytes = bytes;
@@ -194,15 +224,21 @@ void fkv_extent_issue(fkv_extent *extent) {
     }
 }
 
-/* ---- the batch ------------------------------------------------------------------------------------------------------ */
-static void reading_begin(fkv_reading *reading) {
+/* ---- the batch ---- */
+
+static void reading_begin(fkv_reading *reading)
+{
     const fkv_read_record *r = reading->request;
-    reading->header = fkv_header_cache_get(reading->job->engine->headers, r->segment, r->page, r->sequence);
-    if (!reading->header) fkv_extents_first(reading);
-    else if (header_fits(reading, reading->header)) fkv_extents_rest(reading, NULL);
+    reading->header =
+        fkv_header_cache_get(reading->job->engine->headers, r->segment, r->page, r->sequence);
+    if (!reading->header)
+        fkv_extents_first(reading);
+    else if (header_fits(reading, reading->header))
+        fkv_extents_rest(reading, NULL);
 }
 
-static void reading_free(fkv_reading *reading) {
+static void reading_free(fkv_reading *reading)
+{
     for (fkv_extent *e = reading->extents, *next; e; e = next) {
         next = e->next;
         free(e);
@@ -211,10 +247,13 @@ static void reading_free(fkv_reading *reading) {
     free(reading->token_wants), free(reading->wanted_before), free(reading->needed);
 }
 
-void fkv_read(fkv_engine *engine, const fkv_read_batch *batch) {
-    fkv_read_job job = {engine, batch, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, batch->record_count};
+void fkv_read(fkv_engine *engine, const fkv_read_batch *batch)
+{
+    fkv_read_job job = {engine, batch, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER,
+                        batch->record_count};
     fkv_reading *readings = calloc(batch->record_count ? batch->record_count : 1, sizeof *readings);
-    for (uint64_t i = 0; i < batch->want_count; i++) batch->wants[i].status = readings ? FKV_OK : FKV_NO_MEMORY;
+    for (uint64_t i = 0; i < batch->want_count; i++)
+        batch->wants[i].status = readings ? FKV_OK : FKV_NO_MEMORY;
     if (!readings) return;
     op_list list;
     gather_begin(&list);

@@ -1,10 +1,11 @@
-/* reader.h: what reader.c (the life of a read), extents.c (which pages, by which reads) and place.c (pages -> memory)
- * share.
+/* reader.h: what reader.c (the life of a read), extents.c (which pages, by which reads) and place.c
+ * (pages -> memory) share.
  *
  * Invariants
  *  - a record is open while any of its extents is; its wants' statuses are final when it closes;
  *  - a want's status only ever goes from FKV_OK to something else;
- *  - an extent gives its buffer back before its record closes; it waits for nothing while it holds one.
+ *  - an extent gives its buffer back before its record closes; it waits for nothing while it holds
+ * one.
  */
 #ifndef FLASHKV_READER_H
 #define FLASHKV_READER_H
@@ -13,7 +14,7 @@
 #include "record.h"
 
 #define FKV_EXTENT_PAGES_MAX (FKV_IO_MAX_BYTES / FKV_PAGE_BYTES)
-#define FKV_EXTENT_INLINE_PAGES 4   /* so little is handled by the thread that reaped it */
+#define FKV_EXTENT_INLINE_PAGES 4 /* so little is handled by the thread that reaped it */
 
 typedef struct {
     fkv_engine *engine;
@@ -29,10 +30,10 @@ typedef struct {
     const fkv_read_record *request;
     fkv_header *header;
     _Atomic uint32_t open;
-    fkv_extent *extents;           /* all of them, to be freed at the end */
-    int32_t *token_wants;          /* coded: [tokens]: row of wants that takes the token, or -1 */
-    uint16_t *wanted_before;       /* coded: [tokens + 1]: wanted tokens before */
-    uint8_t *needed;               /* [payload pages] */
+    fkv_extent *extents;     /* all of them, to be freed at the end */
+    int32_t *token_wants;    /* coded: [tokens]: row of wants that takes the token, or -1 */
+    uint16_t *wanted_before; /* coded: [tokens + 1]: wanted tokens before */
+    uint8_t *needed;         /* [payload pages] */
 } fkv_reading;
 
 struct fkv_extent {
@@ -41,24 +42,27 @@ struct fkv_extent {
     fkv_pool_waiter waiter;
     fkv_reading *reading;
     fkv_extent *next;
-    uint8_t *buffer;               /* header pages, bounced pages, or the tail of a direct read */
-    uint64_t own_bytes;            /* buffer isn't the pool's */
-    uint32_t header_pages;         /* in front of the payload: the first read of a record */
+    uint8_t *buffer;       /* header pages, bounced pages, or the tail of a direct read */
+    uint64_t own_bytes;    /* buffer isn't the pool's */
+    uint32_t header_pages; /* in front of the payload: the first read of a record */
     uint32_t first_page, page_count;
-    uint8_t *direct;               /* the caller's memory, or NULL */
-    uint64_t direct_bytes;         /* whole pages that land there; the rest is in the buffer */
-    uint32_t want;                 /* of a direct read */
+    uint8_t *direct;       /* the caller's memory, or NULL */
+    uint64_t direct_bytes; /* whole pages that land there; the rest is in the buffer */
+    uint32_t want;         /* of a direct read */
 };
 
 /* reader.c */
-void fkv_extent_issue(fkv_extent *extent);              /* takes a buffer, then goes to the device */
-fkv_extent *fkv_extent_new(fkv_reading *reading);       /* listed and counted as open; NULL: no memory */
+void fkv_extent_issue(fkv_extent *extent);        /* takes a buffer, then goes to the device */
+fkv_extent *fkv_extent_new(fkv_reading *reading); /* listed and counted as open; NULL: no memory */
 void fkv_want_fail(fkv_reading *reading, uint32_t want, uint32_t status);
 void fkv_reading_fail(fkv_reading *reading, uint32_t status);
-static inline fkv_read_want *fkv_want_at(const fkv_reading *reading, uint32_t want) {
+static inline fkv_read_want *fkv_want_at(const fkv_reading *reading, uint32_t want)
+{
     return &reading->job->batch->wants[want];
 }
-static inline const uint64_t *fkv_want_pointers(const fkv_reading *reading, const fkv_read_want *want) {
+static inline const uint64_t *fkv_want_pointers(const fkv_reading *reading,
+                                                const fkv_read_want *want)
+{
     const fkv_read_batch *batch = reading->job->batch;
     return batch->pointers + (uint64_t)want->target * batch->view->region_count;
 }
@@ -66,16 +70,19 @@ static inline const uint64_t *fkv_want_pointers(const fkv_reading *reading, cons
 /* extents.c */
 /* The first read, while the header is not known yet. */
 void fkv_extents_first(fkv_reading *reading);
-/* With the header known: what of [0, have_pages) of the payload `have` holds is placed, the rest is read. */
+/* With the header known: what of [0, have_pages) of the payload `have` holds is placed, the rest is
+ * read. */
 void fkv_extents_rest(fkv_reading *reading, fkv_extent *have);
 
 /* place.c */
-bool fkv_raw_block_place(const fkv_reading *reading, const fkv_read_want *want, uint64_t *offset, uint64_t *bytes);
+bool fkv_raw_block_place(const fkv_reading *reading, const fkv_read_want *want, uint64_t *offset,
+                         uint64_t *bytes);
 /* Where a whole raw block can land without a copy: its address, else NULL. */
-uint8_t *fkv_raw_direct(const fkv_reading *reading, const fkv_read_want *want, const fkv_order_row *order,
-                        uint64_t block_bytes, uint32_t block_tokens);
-bool fkv_raw_runs(const fkv_reading *reading, const fkv_read_want *want, fkv_run_fn emit, void *context);
+uint8_t *fkv_raw_direct(const fkv_reading *reading, const fkv_read_want *want,
+                        const fkv_order_row *order, uint64_t block_bytes, uint32_t block_tokens);
+bool fkv_raw_runs(const fkv_reading *reading, const fkv_read_want *want, fkv_run_fn emit,
+                  void *context);
 bool fkv_stripe_wanted(const fkv_reading *reading, const fkv_stripe *stripe);
-void fkv_extent_place(fkv_extent *extent);              /* checks and copies or decodes what the extent holds */
+void fkv_extent_place(fkv_extent *extent); /* checks and copies or decodes what the extent holds */
 void fkv_extent_fail(fkv_extent *extent, uint32_t status);
 #endif

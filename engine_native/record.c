@@ -1,8 +1,10 @@
 /* record.c: record headers: binding them to their place, checking and decoding them.
  *
  * Invariants
- *  - nothing read from flash is used before the header's checksum (which binds segment uuid, epoch and page) was right;
- *  - and even then every length, count and offset is bounded: a header can be refused, it can't lead outside;
+ *  - nothing read from flash is used before the header's checksum (which binds segment uuid, epoch
+ * and page) was right;
+ *  - and even then every length, count and offset is bounded: a header can be refused, it can't
+ * lead outside;
  *  - reserved fields and padding are zero.
  */
 #include "record.h"
@@ -11,8 +13,9 @@
 
 #define ROUND8(n) (((n) + 7u) & ~7u)
 
-uint32_t fkv_header_crc(const uint8_t *header, uint64_t length, const uint8_t *segment_uuid, uint64_t epoch,
-                        uint32_t page) {
+uint32_t fkv_header_crc(const uint8_t *header, uint64_t length, const uint8_t *segment_uuid,
+                        uint64_t epoch, uint32_t page)
+{
     uint8_t seed[FKV_UUID_BYTES + 12], zero[4] = {0};
     memcpy(seed, segment_uuid, FKV_UUID_BYTES);
     memcpy(seed + FKV_UUID_BYTES, &epoch, 8);
@@ -23,18 +26,23 @@ uint32_t fkv_header_crc(const uint8_t *header, uint64_t length, const uint8_t *s
     return fkv_crc32c(crc, header + 8, length - 8);
 }
 
-void fkv_record_bind(uint8_t *header, const uint8_t *segment_uuid, uint64_t epoch, uint32_t page) {
+void fkv_record_bind(uint8_t *header, const uint8_t *segment_uuid, uint64_t epoch, uint32_t page)
+{
     fkv_record_header *h = (fkv_record_header *)header;
-    h->crc = fkv_header_crc(header, (uint64_t)h->header_pages * FKV_PAGE_BYTES, segment_uuid, epoch, page);
+    h->crc = fkv_header_crc(header, (uint64_t)h->header_pages * FKV_PAGE_BYTES, segment_uuid, epoch,
+                            page);
 }
 
-void fkv_records_bind(uint8_t *buffer, const uint64_t *offsets, const uint32_t *pages, uint64_t count,
-                      const uint8_t *segment_uuid, uint64_t epoch) {
-    for (uint64_t i = 0; i < count; i++) fkv_record_bind(buffer + offsets[i], segment_uuid, epoch, pages[i]);
+void fkv_records_bind(uint8_t *buffer, const uint64_t *offsets, const uint32_t *pages,
+                      uint64_t count, const uint8_t *segment_uuid, uint64_t epoch)
+{
+    for (uint64_t i = 0; i < count; i++)
+        fkv_record_bind(buffer + offsets[i], segment_uuid, epoch, pages[i]);
 }
 
-/* ---- geometry --------------------------------------------------------------------------------------------- */
-bool fkv_geometry_valid(const fkv_geometry *g) {
+/* ---- geometry ---- */
+bool fkv_geometry_valid(const fkv_geometry *g)
+{
     uint64_t streams = 0, entries = 0;
     if (g->plane_count < 1 || g->plane_count > FKV_PLANES_MAX) return false;
     for (uint32_t p = 0; p < g->plane_count; p++) {
@@ -47,48 +55,58 @@ bool fkv_geometry_valid(const fkv_geometry *g) {
     return streams <= (1u << 20) && entries <= 0xFFFF;
 }
 
-bool fkv_geometry_codable(const fkv_geometry *g) {
+bool fkv_geometry_codable(const fkv_geometry *g)
+{
     for (uint32_t p = 0; p < g->plane_count; p++) {
         const fkv_plane_row *row = &g->planes[p];
-        if (row->dtype == FKV_DTYPE_OPAQUE || row->vector_bytes > FKV_CODABLE_VECTOR_MAX) return false;
+        if (row->dtype == FKV_DTYPE_OPAQUE || row->vector_bytes > FKV_CODABLE_VECTOR_MAX)
+            return false;
         if (fkv_plane_bases(row) && row->vector_bytes % 2) return false;
     }
     return true;
 }
 
-uint32_t fkv_geometry_layers(const fkv_geometry *g) {
+uint32_t fkv_geometry_layers(const fkv_geometry *g)
+{
     uint32_t layers = 0;
     for (uint32_t p = 0; p < g->plane_count; p++)
         if (g->planes[p].layers > layers) layers = g->planes[p].layers;
     return layers;
 }
 
-uint32_t fkv_geometry_entries(const fkv_geometry *g) {
+uint32_t fkv_geometry_entries(const fkv_geometry *g)
+{
     uint32_t entries = 0;
     for (uint32_t p = 0; p < g->plane_count; p++) entries += g->planes[p].layers;
     return entries;
 }
 
-uint32_t fkv_geometry_streams(const fkv_geometry *g) {
+uint32_t fkv_geometry_streams(const fkv_geometry *g)
+{
     uint32_t streams = 0;
-    for (uint32_t p = 0; p < g->plane_count; p++) streams += g->planes[p].layers * g->planes[p].heads;
+    for (uint32_t p = 0; p < g->plane_count; p++)
+        streams += g->planes[p].layers * g->planes[p].heads;
     return streams;
 }
 
-uint32_t fkv_entry_plane(const fkv_geometry *g, uint32_t entry) {
+uint32_t fkv_entry_plane(const fkv_geometry *g, uint32_t entry)
+{
     uint32_t p = 0;
     while (entry >= g->planes[p].layers) entry -= g->planes[p++].layers;
     return p;
 }
 
-/* ---- decoding ----------------------------------------------------------------------------------------------- */
+/* ---- decoding ---- */
+
 typedef struct {
     const uint8_t *data;
     uint32_t length;
 } tlv_view;
 #define TLV_KNOWN 10
 
-static bool tlvs_read(const uint8_t *bytes, const fkv_record_header *fixed, tlv_view found[TLV_KNOWN]) {
+static bool tlvs_read(const uint8_t *bytes, const fkv_record_header *fixed,
+                      tlv_view found[TLV_KNOWN])
+{
     uint64_t at = sizeof *fixed, end = fixed->header_bytes;
     for (uint32_t i = 0; i < fixed->tlv_count; i++) {
         fkv_tlv tlv;
@@ -96,15 +114,18 @@ static bool tlvs_read(const uint8_t *bytes, const fkv_record_header *fixed, tlv_
         memcpy(&tlv, bytes + at, sizeof tlv);
         at += sizeof tlv;
         if (tlv.reserved || tlv.length_bytes > end - at) return false;
-        if (tlv.type < TLV_KNOWN) found[tlv.type] = (tlv_view){bytes + at, tlv.length_bytes};
-        else if (tlv.type & FKV_TLV_CRITICAL) return false;
+        if (tlv.type < TLV_KNOWN)
+            found[tlv.type] = (tlv_view){bytes + at, tlv.length_bytes};
+        else if (tlv.type & FKV_TLV_CRITICAL)
+            return false;
         at += ROUND8(tlv.length_bytes);
         if (at > ROUND8(end)) return false;
     }
     return true;
 }
 
-static bool decode_blocks(fkv_header *h, const tlv_view *t) {
+static bool decode_blocks(fkv_header *h, const tlv_view *t)
+{
     const fkv_record_header *f = &h->fixed;
     if (!f->block_count || f->block_count > FKV_BLOCKS_PER_RECORD_MAX) return false;
     if (t[FKV_TLV_BLOCKS].length != f->block_count * sizeof(fkv_block_row)) return false;
@@ -121,16 +142,19 @@ static bool decode_blocks(fkv_header *h, const tlv_view *t) {
     return tokens == f->tokens && keys + parents == t[FKV_TLV_KEYS].length;
 }
 
-static bool decode_geometry(fkv_header *h, const tlv_view *t) {
+static bool decode_geometry(fkv_header *h, const tlv_view *t)
+{
     uint32_t count = t[FKV_TLV_PLANES].length / sizeof(fkv_plane_row);
-    if (t[FKV_TLV_PLANES].length % sizeof(fkv_plane_row) || count < 1 || count > FKV_PLANES_MAX) return false;
+    if (t[FKV_TLV_PLANES].length % sizeof(fkv_plane_row) || count < 1 || count > FKV_PLANES_MAX)
+        return false;
     h->geometry.plane_count = count;
     h->geometry.group = h->fixed.group;
     memcpy(h->geometry.planes, t[FKV_TLV_PLANES].data, t[FKV_TLV_PLANES].length);
     return fkv_geometry_valid(&h->geometry);
 }
 
-static bool decode_raw(fkv_header *h, const tlv_view *t) {
+static bool decode_raw(fkv_header *h, const tlv_view *t)
+{
     if (t[FKV_TLV_ORDER].length != sizeof h->order) return false;
     memcpy(&h->order, t[FKV_TLV_ORDER].data, sizeof h->order);
     uint32_t seen = 0;
@@ -144,17 +168,19 @@ static bool decode_raw(fkv_header *h, const tlv_view *t) {
         bytes += fkv_raw_stride(block, h->fixed.flags & FKV_RECORD_ALIGNED);
         logical += block;
     }
-    if (seen != 15 || logical != h->fixed.logical_bytes || bytes != h->fixed.payload_bytes) return false;
+    if (seen != 15 || logical != h->fixed.logical_bytes || bytes != h->fixed.payload_bytes)
+        return false;
     if (h->fixed.flags & FKV_RECORD_INLINE) {
         h->inline_payload = t[FKV_TLV_INLINE].data;
         return h->payload_pages == 0 && t[FKV_TLV_INLINE].length == bytes;
     }
     return bytes <= (uint64_t)h->payload_pages * FKV_PAGE_BYTES
-        && bytes > ((uint64_t)h->payload_pages - 1) * FKV_PAGE_BYTES;
+           && bytes > ((uint64_t)h->payload_pages - 1) * FKV_PAGE_BYTES;
 }
 
 /* Streams in their order: offsets of their rows, and which (plane, layer) each belongs to. */
-static bool decode_streams(fkv_header *h, const tlv_view *t, uint64_t *full_total) {
+static bool decode_streams(fkv_header *h, const tlv_view *t, uint64_t *full_total)
+{
     const fkv_geometry *g = &h->geometry;
     uint32_t entries = fkv_geometry_entries(g), stream = 0;
     h->stream_count = fkv_geometry_streams(g);
@@ -175,9 +201,9 @@ static bool decode_streams(fkv_header *h, const tlv_view *t, uint64_t *full_tota
                 const uint8_t *row = t[FKV_TLV_STREAMS].data + at;
                 fkv_stream_row fields;
                 memcpy(&fields, row, sizeof fields);
-                bool coded = fields.mode == FKV_STREAM_FXP_BF16 ? plane->dtype == FKV_DTYPE_BF16
-                           : fields.mode == FKV_STREAM_FXP_FP16 ? plane->dtype == FKV_DTYPE_FP16
-                           : fields.mode == FKV_STREAM_PLAIN;
+                bool coded = fields.mode == FKV_STREAM_FXP_BF16   ? plane->dtype == FKV_DTYPE_BF16
+                             : fields.mode == FKV_STREAM_FXP_FP16 ? plane->dtype == FKV_DTYPE_FP16
+                                                                  : fields.mode == FKV_STREAM_PLAIN;
                 if (fields.reserved || !coded) return false;
                 *full_total += fields.full_stripes;
                 h->stream_offsets[stream] = (uint32_t)(row - h->bytes);
@@ -196,32 +222,39 @@ typedef struct {
     uint32_t page, offset;
 } stripe_walk;
 
-static bool stripe_next(stripe_walk *w, uint32_t stream, uint32_t *first_token, bool full) {
+static bool stripe_next(stripe_walk *w, uint32_t stream, uint32_t *first_token, bool full)
+{
     uint32_t row;
     if (w->next >= w->count) return false;
     memcpy(&row, w->rows + 4 * w->next, 4);
     uint32_t length = row & 0x1FFF, tokens = row >> 13 & 0x7FF, new_page = row >> 24 & 1;
     if (row >> 25 || !tokens || !length || (full && !new_page)) return false;
     if (new_page) w->page++, w->offset = 0;
-    if (w->page > w->h->payload_pages || w->page == 0 || w->offset + length > FKV_PAGE_BYTES) return false;
+    if (w->page > w->h->payload_pages || w->page == 0 || w->offset + length > FKV_PAGE_BYTES)
+        return false;
     if (*first_token + tokens > w->h->fixed.tokens) return false;
-    w->h->stripes[w->next++] = (fkv_stripe){stream, w->page - 1, (uint16_t)w->offset, (uint16_t)length,
-                                            (uint16_t)*first_token, (uint16_t)tokens};
+    w->h->stripes[w->next++] = (fkv_stripe){
+        stream,          w->page - 1, (uint16_t)w->offset, (uint16_t)length, (uint16_t)*first_token,
+        (uint16_t)tokens};
     *first_token += tokens;
     w->offset += length;
     return true;
 }
 
-static bool decode_stripes(fkv_header *h, const tlv_view *t, uint64_t full_total) {
-    stripe_walk w = {.h = h, .rows = t[FKV_TLV_STRIPES].data, .count = t[FKV_TLV_STRIPES].length / 4};
-    if (t[FKV_TLV_STRIPES].length % 4 || h->fixed.tokens > 0xFFFF || full_total > w.count) return false;
+static bool decode_stripes(fkv_header *h, const tlv_view *t, uint64_t full_total)
+{
+    stripe_walk w = {
+        .h = h, .rows = t[FKV_TLV_STRIPES].data, .count = t[FKV_TLV_STRIPES].length / 4};
+    if (t[FKV_TLV_STRIPES].length % 4 || h->fixed.tokens > 0xFFFF || full_total > w.count)
+        return false;
     h->stripes = malloc(w.count * sizeof *h->stripes);
     uint32_t *first = calloc(h->stream_count, sizeof *first);
     bool good = h->stripes && first;
     for (uint32_t s = 0; good && s < h->stream_count; s++) {
         fkv_stream_row row;
         memcpy(&row, h->bytes + h->stream_offsets[s], sizeof row);
-        for (uint32_t i = 0; good && i < row.full_stripes; i++) good = stripe_next(&w, s, &first[s], true);
+        for (uint32_t i = 0; good && i < row.full_stripes; i++)
+            good = stripe_next(&w, s, &first[s], true);
     }
     bool opened = false;
     for (uint32_t s = 0; good && s < h->stream_count; s++)
@@ -234,22 +267,26 @@ static bool decode_stripes(fkv_header *h, const tlv_view *t, uint64_t full_total
     return good && w.next == w.count && w.page == h->payload_pages;
 }
 
-static bool decode(fkv_header *h) {
+static bool decode(fkv_header *h)
+{
     const fkv_record_header *f = &h->fixed;
     tlv_view t[TLV_KNOWN] = {{0}};
     if (!tlvs_read(h->bytes, f, t)) return false;
-    if (f->kind == FKV_KIND_NAMESPACE) return t[FKV_TLV_NAMESPACE].length > 0 && h->payload_pages == 0;
+    if (f->kind == FKV_KIND_NAMESPACE)
+        return t[FKV_TLV_NAMESPACE].length > 0 && h->payload_pages == 0;
     if (f->kind != FKV_KIND_DATA) return false;
     if (!decode_blocks(h, t) || !decode_geometry(h, t)) return false;
     if (t[FKV_TLV_PAGE_CRCS].length != 4 * (uint64_t)h->payload_pages) return false;
     h->page_crcs = (const uint32_t *)t[FKV_TLV_PAGE_CRCS].data;
     if (f->codec == FKV_CODEC_RAW) return decode_raw(h, t);
     uint64_t full;
-    return f->codec == FKV_CODEC_LOSSLESS && f->codec_version == 1 && fkv_geometry_codable(&h->geometry)
-        && decode_streams(h, t, &full) && decode_stripes(h, t, full);
+    return f->codec == FKV_CODEC_LOSSLESS && f->codec_version == 1
+           && fkv_geometry_codable(&h->geometry) && decode_streams(h, t, &full)
+           && decode_stripes(h, t, full);
 }
 
-uint32_t fkv_header_peek(const uint8_t *page, uint32_t page_number) {
+uint32_t fkv_header_peek(const uint8_t *page, uint32_t page_number)
+{
     fkv_record_header f;
     (void)page_number;
     memcpy(&f, page, sizeof f);
@@ -260,8 +297,9 @@ uint32_t fkv_header_peek(const uint8_t *page, uint32_t page_number) {
     return f.header_pages;
 }
 
-fkv_header *fkv_header_parse(const uint8_t *bytes, uint64_t length, const uint8_t *segment_uuid, uint64_t epoch,
-                             uint32_t page) {
+fkv_header *fkv_header_parse(const uint8_t *bytes, uint64_t length, const uint8_t *segment_uuid,
+                             uint64_t epoch, uint32_t page)
+{
     if (length < FKV_PAGE_BYTES) return NULL;
     uint32_t pages = fkv_header_peek(bytes, page);
     if (!pages || (uint64_t)pages * FKV_PAGE_BYTES > length) return NULL;
@@ -288,23 +326,31 @@ refuse:
     return NULL;
 }
 
-void fkv_header_retain(fkv_header *h) { atomic_fetch_add_explicit(&h->references, 1, memory_order_relaxed); }
+void fkv_header_retain(fkv_header *h)
+{
+    atomic_fetch_add_explicit(&h->references, 1, memory_order_relaxed);
+}
 
-void fkv_header_release(fkv_header *h) {
+void fkv_header_release(fkv_header *h)
+{
     if (!h || atomic_fetch_sub_explicit(&h->references, 1, memory_order_acq_rel) != 1) return;
     free(h->bytes), free(h->key_offsets), free(h->entry_streams), free(h->stream_offsets);
     free(h->stream_entries), free(h->stripes), free(h);
 }
 
-/* ---- for tools --------------------------------------------------------------------------------------------------- */
-int fkv_header_check(const uint8_t *header, uint64_t length, const uint8_t *segment_uuid, uint64_t epoch,
-                     uint32_t page) {
+/* ---- for tools ---- */
+
+int fkv_header_check(const uint8_t *header, uint64_t length, const uint8_t *segment_uuid,
+                     uint64_t epoch, uint32_t page)
+{
     fkv_header *h = fkv_header_parse(header, length, segment_uuid, epoch, page);
     fkv_header_release(h);
     return h ? FKV_OK : FKV_DAMAGED;
 }
 
-void fkv_header_tlv(const uint8_t *header, uint64_t length, uint32_t type, uint32_t *offset, uint32_t *bytes) {
+void fkv_header_tlv(const uint8_t *header, uint64_t length, uint32_t type, uint32_t *offset,
+                    uint32_t *bytes)
+{
     fkv_record_header f;
     tlv_view t[TLV_KNOWN] = {{0}};
     *offset = *bytes = 0;
@@ -315,7 +361,9 @@ void fkv_header_tlv(const uint8_t *header, uint64_t length, uint32_t type, uint3
     *bytes = t[type].length;
 }
 
-int64_t fkv_header_stripes(const uint8_t *header, uint64_t length, fkv_stripe *stripes, uint64_t room) {
+int64_t fkv_header_stripes(const uint8_t *header, uint64_t length, fkv_stripe *stripes,
+                           uint64_t room)
+{
     /* The header was checked in its place before; here only its own structure matters. */
     if (length < FKV_PAGE_BYTES || !fkv_header_peek(header, 0)) return -1;
     fkv_header h = {0};
@@ -325,6 +373,7 @@ int64_t fkv_header_stripes(const uint8_t *header, uint64_t length, fkv_stripe *s
     bool good = (uint64_t)h.fixed.header_pages * FKV_PAGE_BYTES <= length && decode(&h);
     int64_t count = good ? (int64_t)h.stripe_count : -1;
     for (uint64_t i = 0; good && i < h.stripe_count && i < room; i++) stripes[i] = h.stripes[i];
-    free(h.key_offsets), free(h.entry_streams), free(h.stream_offsets), free(h.stream_entries), free(h.stripes);
+    free(h.key_offsets), free(h.entry_streams), free(h.stream_offsets), free(h.stream_entries),
+        free(h.stripes);
     return count;
 }

@@ -3,8 +3,8 @@
  * Invariants
  *  - a record is reported only if its header is right for this segment, epoch and page; with
  *    FKV_SCAN_VERIFY_PAGES also only if every page of it is;
- *  - after anything that is no such record the scan goes on at the next page: damage in the middle hides nothing
- *    behind it.
+ *  - after anything that is no such record the scan goes on at the next page: damage in the middle
+ * hides nothing behind it.
  */
 #include "io.h"
 #include "record.h"
@@ -13,7 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define WINDOW_PAGES 1024u    /* 4 MiB a read */
+#define WINDOW_PAGES 1024u /* 4 MiB a read */
 
 typedef struct {
     void *data;
@@ -34,7 +34,8 @@ struct fkv_scan {
     bool out_of_memory;
 };
 
-static void *list_add(fkv_scan *scan, list *l, size_t size) {
+static void *list_add(fkv_scan *scan, list *l, size_t size)
+{
     if (l->count == l->room) {
         uint64_t room = l->room ? l->room * 2 : 256;
         void *data = realloc(l->data, room * size);
@@ -47,26 +48,32 @@ static void *list_add(fkv_scan *scan, list *l, size_t size) {
     return memset((uint8_t *)l->data + l->count++ * size, 0, size);
 }
 
-static void window_load(fkv_scan *scan, uint32_t page) {
+static void window_load(fkv_scan *scan, uint32_t page)
+{
     uint32_t pages = scan->end_page - page < WINDOW_PAGES ? scan->end_page - page : WINDOW_PAGES;
     uint64_t bytes = (uint64_t)pages * FKV_PAGE_BYTES, offset = (uint64_t)page * FKV_PAGE_BYTES;
     scan->window_page = page, scan->window_pages = pages;
     if (fkv_pread(scan->engine, scan->fd, scan->window, bytes, offset) == 0) return;
     for (uint32_t i = 0; i < pages; i++) {
         uint8_t *at = scan->window + (uint64_t)i * FKV_PAGE_BYTES;
-        if (fkv_pread(scan->engine, scan->fd, at, FKV_PAGE_BYTES, offset + (uint64_t)i * FKV_PAGE_BYTES) == 0)
+        if (fkv_pread(scan->engine, scan->fd, at, FKV_PAGE_BYTES,
+                      offset + (uint64_t)i * FKV_PAGE_BYTES)
+            == 0)
             continue;
         memset(at, 0, FKV_PAGE_BYTES);
         scan->unreadable++;
     }
 }
 
-static const uint8_t *page_of(fkv_scan *scan, uint32_t page) {
-    if (page < scan->window_page || page >= scan->window_page + scan->window_pages) window_load(scan, page);
+static const uint8_t *page_of(fkv_scan *scan, uint32_t page)
+{
+    if (page < scan->window_page || page >= scan->window_page + scan->window_pages)
+        window_load(scan, page);
     return scan->window + (uint64_t)(page - scan->window_page) * FKV_PAGE_BYTES;
 }
 
-static fkv_header *header_at(fkv_scan *scan, uint32_t page) {
+static fkv_header *header_at(fkv_scan *scan, uint32_t page)
+{
     uint32_t pages = fkv_header_peek(page_of(scan, page), page);
     if (!pages) return NULL;
     fkv_header *h = NULL;
@@ -78,38 +85,45 @@ static fkv_header *header_at(fkv_scan *scan, uint32_t page) {
         }
         for (uint32_t i = 0; i < pages; i++)
             memcpy(bytes + (uint64_t)i * FKV_PAGE_BYTES, page_of(scan, page + i), FKV_PAGE_BYTES);
-        h = fkv_header_parse(bytes, (uint64_t)pages * FKV_PAGE_BYTES, scan->segment_uuid, scan->epoch, page);
+        h = fkv_header_parse(bytes, (uint64_t)pages * FKV_PAGE_BYTES, scan->segment_uuid,
+                             scan->epoch, page);
         free(bytes);
     }
     if (!h) scan->damaged++;
     return h;
 }
 
-static bool pages_good(fkv_scan *scan, const fkv_header *h, uint32_t page) {
+static bool pages_good(fkv_scan *scan, const fkv_header *h, uint32_t page)
+{
     if (h->fixed.pages > scan->end_page - page) return false;
     for (uint32_t i = 0; i < h->payload_pages; i++)
-        if (fkv_page_crc(h->fixed.sequence, i, page_of(scan, page + h->fixed.header_pages + i)) != h->page_crcs[i])
+        if (fkv_page_crc(h->fixed.sequence, i, page_of(scan, page + h->fixed.header_pages + i))
+            != h->page_crcs[i])
             return false;
     return true;
 }
 
-static uint16_t namespace_row(fkv_scan *scan, const uint8_t *digest) {
+static uint16_t namespace_row(fkv_scan *scan, const uint8_t *digest)
+{
     const uint8_t *known = scan->namespaces.data;
     for (uint64_t i = 0; i < scan->namespaces.count; i++)
-        if (!memcmp(known + i * FKV_NAMESPACE_BYTES, digest, FKV_NAMESPACE_BYTES)) return (uint16_t)i;
+        if (!memcmp(known + i * FKV_NAMESPACE_BYTES, digest, FKV_NAMESPACE_BYTES))
+            return (uint16_t)i;
     uint8_t *row = list_add(scan, &scan->namespaces, FKV_NAMESPACE_BYTES);
     if (row) memcpy(row, digest, FKV_NAMESPACE_BYTES);
     return (uint16_t)(scan->namespaces.count - 1);
 }
 
-static void blocks_add(fkv_scan *scan, const fkv_header *h) {
+static void blocks_add(fkv_scan *scan, const fkv_header *h)
+{
     uint8_t prefix[FKV_NAMESPACE_BYTES + FKV_SHARD_BYTES], digest[32];
     memcpy(prefix, h->fixed.namespace_digest, FKV_NAMESPACE_BYTES);
     memcpy(prefix + FKV_NAMESPACE_BYTES, h->fixed.shard, FKV_SHARD_BYTES);
     for (uint32_t i = 0; i < h->fixed.block_count; i++) {
         fkv_directory_block *b = list_add(scan, &scan->blocks, sizeof *b);
         if (!b) return;
-        fkv_sha256_2(prefix, sizeof prefix, h->bytes + h->key_offsets[i], h->blocks[i].key_bytes, digest);
+        fkv_sha256_2(prefix, sizeof prefix, h->bytes + h->key_offsets[i], h->blocks[i].key_bytes,
+                     digest);
         memcpy(b->digest, digest, FKV_DIGEST_BYTES);
         b->tokens = h->blocks[i].tokens;
         b->ordinal = (uint16_t)i;
@@ -117,7 +131,8 @@ static void blocks_add(fkv_scan *scan, const fkv_header *h) {
 }
 
 /* Reports the record at `page`; returns the pages to go on by. */
-static uint32_t record_at(fkv_scan *scan, uint32_t page) {
+static uint32_t record_at(fkv_scan *scan, uint32_t page)
+{
     fkv_header *h = header_at(scan, page);
     if (!h) return 1;
     bool good = pages_good(scan, h, page);
@@ -131,11 +146,18 @@ static uint32_t record_at(fkv_scan *scan, uint32_t page) {
     uint64_t first_block = scan->blocks.count;
     fkv_scan_record *r = list_add(scan, &scan->records, sizeof *r);
     if (r) {
-        r->row = (fkv_directory_record){
-            .sequence = f->sequence, .page = page, .pages = f->pages, .header_pages = f->header_pages,
-            .block_count = f->block_count, .tokens = f->tokens,
-            .namespace_ordinal = namespace_row(scan, f->namespace_digest), .group = f->group, .codec = f->codec,
-            .fidelity = f->fidelity, .flags = f->flags};
+        r->row =
+            (fkv_directory_record){.sequence = f->sequence,
+                                   .page = page,
+                                   .pages = f->pages,
+                                   .header_pages = f->header_pages,
+                                   .block_count = f->block_count,
+                                   .tokens = f->tokens,
+                                   .namespace_ordinal = namespace_row(scan, f->namespace_digest),
+                                   .group = f->group,
+                                   .codec = f->codec,
+                                   .fidelity = f->fidelity,
+                                   .flags = f->flags};
         r->kind = f->kind;
         r->bad_pages = !good;
         r->first_block = (uint32_t)first_block;
@@ -146,13 +168,20 @@ static uint32_t record_at(fkv_scan *scan, uint32_t page) {
     return good ? step : 1;
 }
 
-fkv_scan *fkv_scan_segment(fkv_engine *engine, int32_t fd, const uint8_t *segment_uuid, uint64_t epoch,
-                           uint32_t first_page, uint32_t end_page, uint32_t flags, int32_t *status) {
+fkv_scan *fkv_scan_segment(fkv_engine *engine, int32_t fd, const uint8_t *segment_uuid,
+                           uint64_t epoch, uint32_t first_page, uint32_t end_page, uint32_t flags,
+                           int32_t *status)
+{
     fkv_scan *scan = calloc(1, sizeof *scan);
     *status = -ENOMEM;
     if (!scan) return NULL;
-    *scan = (fkv_scan){.engine = engine, .fd = fd, .segment_uuid = segment_uuid, .epoch = epoch,
-                       .end_page = end_page, .flags = flags, .last_page = first_page};
+    *scan = (fkv_scan){.engine = engine,
+                       .fd = fd,
+                       .segment_uuid = segment_uuid,
+                       .epoch = epoch,
+                       .end_page = end_page,
+                       .flags = flags,
+                       .last_page = first_page};
     scan->window = fkv_buffer_alloc((uint64_t)WINDOW_PAGES * FKV_PAGE_BYTES);
     for (uint64_t page = first_page; scan->window && page < end_page && !scan->out_of_memory;)
         page += record_at(scan, (uint32_t)page);
@@ -178,7 +207,8 @@ uint64_t fkv_scan_damaged(const fkv_scan *scan) { return scan->damaged; }
 uint64_t fkv_scan_unreadable(const fkv_scan *scan) { return scan->unreadable; }
 uint32_t fkv_scan_end_page(const fkv_scan *scan) { return scan->last_page; }
 
-void fkv_scan_free(fkv_scan *scan) {
+void fkv_scan_free(fkv_scan *scan)
+{
     if (!scan) return;
     free(scan->records.data), free(scan->blocks.data), free(scan->namespaces.data);
     free(scan);

@@ -28,10 +28,7 @@ static const uint32_t constants[64] __attribute__((aligned(16))) = {
     0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
     0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
 
-static inline uint32_t rotate(uint32_t x, unsigned by)
-{
-    return x >> by | x << (32 - by);
-}
+static inline uint32_t rotate(uint32_t x, unsigned by) { return x >> by | x << (32 - by); }
 
 static void compress_portable(uint32_t state[8], const uint8_t *data, size_t blocks)
 {
@@ -42,21 +39,20 @@ static void compress_portable(uint32_t state[8], const uint8_t *data, size_t blo
             w[i] = __builtin_bswap32(w[i]);
         }
         for (int i = 16; i < 64; i++)
-            w[i] = w[i - 16] + w[i - 7] +
-                   (rotate(w[i - 15], 7) ^ rotate(w[i - 15], 18) ^ w[i - 15] >> 3) +
-                   (rotate(w[i - 2], 17) ^ rotate(w[i - 2], 19) ^ w[i - 2] >> 10);
+            w[i] = w[i - 16] + w[i - 7]
+                   + (rotate(w[i - 15], 7) ^ rotate(w[i - 15], 18) ^ w[i - 15] >> 3)
+                   + (rotate(w[i - 2], 17) ^ rotate(w[i - 2], 19) ^ w[i - 2] >> 10);
         memcpy(s, state, sizeof s);
         for (int i = 0; i < 64; i++) {
-            uint32_t t1 = s[7] + (rotate(s[4], 6) ^ rotate(s[4], 11) ^ rotate(s[4], 25)) +
-                          ((s[4] & s[5]) ^ (~s[4] & s[6])) + constants[i] + w[i];
-            uint32_t t2 = (rotate(s[0], 2) ^ rotate(s[0], 13) ^ rotate(s[0], 22)) +
-                          ((s[0] & s[1]) ^ (s[0] & s[2]) ^ (s[1] & s[2]));
+            uint32_t t1 = s[7] + (rotate(s[4], 6) ^ rotate(s[4], 11) ^ rotate(s[4], 25))
+                          + ((s[4] & s[5]) ^ (~s[4] & s[6])) + constants[i] + w[i];
+            uint32_t t2 = (rotate(s[0], 2) ^ rotate(s[0], 13) ^ rotate(s[0], 22))
+                          + ((s[0] & s[1]) ^ (s[0] & s[2]) ^ (s[1] & s[2]));
             memmove(s + 1, s, 7 * sizeof *s);
             s[4] += t1;
             s[0] = t1 + t2;
         }
-        for (int i = 0; i < 8; i++)
-            state[i] += s[i];
+        for (int i = 0; i < 8; i++) state[i] += s[i];
     }
 }
 
@@ -140,20 +136,17 @@ void fkv_sha256_begin(fkv_sha256_stream *stream)
 void fkv_sha256_add(fkv_sha256_stream *stream, const uint8_t *data, size_t length)
 {
     size_t held = stream->length_bytes % BLOCK_BYTES;
-    if (length == 0)
-        return;
+    if (length == 0) return;
     stream->length_bytes += length;
     if (held) {
         size_t taken = BLOCK_BYTES - held < length ? BLOCK_BYTES - held : length;
         memcpy(stream->pending + held, data, taken);
-        if (held + taken < BLOCK_BYTES)
-            return;
+        if (held + taken < BLOCK_BYTES) return;
         compress(stream->state, stream->pending, 1);
         data += taken;
         length -= taken;
     }
-    if (length >= BLOCK_BYTES)
-        compress(stream->state, data, length / BLOCK_BYTES);
+    if (length >= BLOCK_BYTES) compress(stream->state, data, length / BLOCK_BYTES);
     memcpy(stream->pending, data + length / BLOCK_BYTES * BLOCK_BYTES, length % BLOCK_BYTES);
 }
 
@@ -172,10 +165,8 @@ void fkv_sha256_2(const uint8_t *a, size_t an, const uint8_t *b, size_t bn, uint
         uint8_t buffer[2 * BLOCK_BYTES];
         uint32_t state[8];
         memcpy(state, initial, sizeof initial);
-        if (an)
-            memcpy(buffer, a, an);
-        if (bn)
-            memcpy(buffer + an, b, bn);
+        if (an) memcpy(buffer, a, an);
+        if (bn) memcpy(buffer + an, b, bn);
         compress(state, buffer, pad(buffer, an + bn, an + bn));
         store_digest(state, digest);
         return;
@@ -199,8 +190,7 @@ void fkv_sha256_portable(const uint8_t *data, size_t length, uint8_t *digest)
     size_t whole = length / BLOCK_BYTES;
     memcpy(state, initial, sizeof initial);
     compress_portable(state, data, whole);
-    if (length % BLOCK_BYTES)
-        memcpy(buffer, data + whole * BLOCK_BYTES, length % BLOCK_BYTES);
+    if (length % BLOCK_BYTES) memcpy(buffer, data + whole * BLOCK_BYTES, length % BLOCK_BYTES);
     compress_portable(state, buffer, pad(buffer, length % BLOCK_BYTES, length));
     store_digest(state, digest);
 }
@@ -208,8 +198,7 @@ void fkv_sha256_portable(const uint8_t *data, size_t length, uint8_t *digest)
 void fkv_token_chain(const uint8_t *seed, const int32_t *tokens, uint64_t count, uint32_t granule,
                      const uint8_t *extra, size_t extra_length, uint8_t *out)
 {
-    if (granule == 0)
-        return;
+    if (granule == 0) return;
     for (uint64_t first = 0; first < count; first += granule, out += 32) {
         uint64_t taken = count - first < granule ? count - first : granule;
         fkv_sha256_stream stream;

@@ -43,11 +43,9 @@ static void *worker_main(void *argument)
 
 fkv_workers *fkv_workers_new(uint32_t count)
 {
-    if (count < 1)
-        count = 1;
+    if (count < 1) count = 1;
     fkv_workers *workers = calloc(1, sizeof *workers + count * sizeof workers->threads[0]);
-    if (workers == NULL)
-        return NULL;
+    if (workers == NULL) return NULL;
     pthread_mutex_init(&workers->lock, NULL);
     pthread_cond_init(&workers->work, NULL);
     for (; workers->count < count; workers->count++) {
@@ -64,14 +62,12 @@ fkv_workers *fkv_workers_new(uint32_t count)
 
 void fkv_workers_free(fkv_workers *workers)
 {
-    if (workers == NULL)
-        return;
+    if (workers == NULL) return;
     pthread_mutex_lock(&workers->lock);
     workers->stopping = true;
     pthread_cond_broadcast(&workers->work);
     pthread_mutex_unlock(&workers->lock);
-    for (uint32_t i = 0; i < workers->count; i++)
-        pthread_join(workers->threads[i], NULL);
+    for (uint32_t i = 0; i < workers->count; i++) pthread_join(workers->threads[i], NULL);
     pthread_cond_destroy(&workers->work);
     pthread_mutex_destroy(&workers->lock);
     free(workers);
@@ -86,7 +82,6 @@ void fkv_workers_push(fkv_workers *workers, fkv_task *task)
     else
         workers->tail->next = task;
     workers->tail = task;
-    if (workers->idle > 0)
-        pthread_cond_signal(&workers->work);
+    if (workers->idle > 0) pthread_cond_signal(&workers->work);
     pthread_mutex_unlock(&workers->lock);
 }

@@ -15,7 +15,7 @@
 #include <time.h>
 
 #define ALIGNMENT 4096u
-#define WINDOW 16                /* operations of a blocking helper at the device at once */
+#define WINDOW 16 /* operations of a blocking helper at the device at once */
 
 typedef struct fkv_write_state fkv_write_state;
 struct fkv_write_state {
@@ -60,8 +60,7 @@ static void part_done(fkv_io_op *op)
     fkv_write_state *state = op->owner;
     fkv_engine *engine = state->engine;
     pthread_mutex_lock(&engine->write_lock);
-    if (--state->parts_left == 0)
-        finish_locked(state);
+    if (--state->parts_left == 0) finish_locked(state);
     pthread_mutex_unlock(&engine->write_lock);
 }
 
@@ -69,8 +68,7 @@ static fkv_write_state *state_new(fkv_engine *engine, const fkv_write *write)
 {
     uint64_t parts = part_count(write->length);
     fkv_write_state *state = calloc(1, sizeof *state + parts * sizeof state->operations[0]);
-    if (state == NULL)
-        return NULL;
+    if (state == NULL) return NULL;
     state->engine = engine;
     state->write = *write;
     state->write.result = 0;
@@ -127,8 +125,7 @@ int fkv_write_submit(fkv_engine *engine, const fkv_write *writes, uint64_t count
         }
     }
     pthread_mutex_unlock(&engine->write_lock);
-    if (operations != NULL)
-        engine->backend->submit(engine->backend, operations);
+    if (operations != NULL) engine->backend->submit(engine->backend, operations);
     return 0;
 }
 
@@ -168,12 +165,10 @@ int64_t fkv_write_reap(fkv_engine *engine, fkv_write *finished, uint64_t room, i
         last->next = NULL;
         engine->writes_inflight -= count;
         /* Others may wait for what this call took: wake them when nothing is left to come. */
-        if (engine->writes_inflight == 0)
-            pthread_cond_broadcast(&engine->write_done);
+        if (engine->writes_inflight == 0) pthread_cond_broadcast(&engine->write_done);
     }
     pthread_mutex_unlock(&engine->write_lock);
-    if (last != NULL)
-        states_free(list);
+    if (last != NULL) states_free(list);
     return (int64_t)count;
 }
 
@@ -206,8 +201,7 @@ static void window_part_done(fkv_io_op *op)
 {
     window *waited = op->owner;
     pthread_mutex_lock(&waited->lock);
-    if (--waited->left == 0)
-        pthread_cond_signal(&waited->all_done);
+    if (--waited->left == 0) pthread_cond_signal(&waited->all_done);
     pthread_mutex_unlock(&waited->lock);
 }
 
@@ -238,8 +232,7 @@ static void window_add(window *waited, uint8_t kind, int32_t fd, const uint8_t *
     op->iov[0].iov_len = length;
     op->complete = window_part_done;
     op->owner = waited;
-    if (waited->count > 0)
-        waited->operations[waited->count - 1].next = op;
+    if (waited->count > 0) waited->operations[waited->count - 1].next = op;
     waited->count++;
     fkv_io_prepare(op);
 }
@@ -249,8 +242,7 @@ static void window_run(fkv_engine *engine, window *waited)
     waited->left = waited->count;
     engine->backend->submit(engine->backend, waited->operations);
     pthread_mutex_lock(&waited->lock);
-    while (waited->left > 0)
-        pthread_cond_wait(&waited->all_done, &waited->lock);
+    while (waited->left > 0) pthread_cond_wait(&waited->all_done, &waited->lock);
     pthread_mutex_unlock(&waited->lock);
 }
 
