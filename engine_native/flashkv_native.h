@@ -320,9 +320,9 @@ void fkv_records_bind(uint8_t *buffer, const uint64_t *offsets, const uint32_t *
                       uint64_t count, const uint8_t *segment_uuid, uint64_t epoch);
 
 /* ---- read: records -> the caller's memory ---- */
-*One record and its wanted blocks.A block stands at most once among the wants of
-     one *fkv_read_record;
-who wants it twice lists the record twice.* / typedef struct {
+/* One record and its wanted blocks. A block stands at most once among the wants of one
+ * fkv_read_record; who wants it twice lists the record twice. */
+typedef struct {
     uint64_t sequence;
     uint64_t epoch;
     const uint8_t *segment_uuid;
@@ -399,8 +399,8 @@ uint32_t fkv_scan_end_page(const fkv_scan *scan);   /* first page behind the las
 void fkv_scan_free(fkv_scan *scan);
 
 /* ---- record headers, for tools ---- */
-*Length of the header in pages if `page` (one page)begins a record bound to this place,
-    else 0. * / uint32_t fkv_header_peek(const uint8_t *page, uint32_t page_number);
+/* Length of the header in pages if `page` (one page) begins a record bound to this place, else 0. */
+uint32_t fkv_header_peek(const uint8_t *page, uint32_t page_number);
 /* Checks a whole header (checksum, bounds, every TLV): FKV_OK or FKV_DAMAGED. */
 int fkv_header_check(const uint8_t *header, uint64_t length, const uint8_t *segment_uuid,
                      uint64_t epoch, uint32_t page);
@@ -422,9 +422,9 @@ int64_t fkv_header_stripes(const uint8_t *header, uint64_t length, fkv_stripe *s
 uint32_t fkv_page_crc(uint64_t sequence, uint32_t ordinal, const uint8_t *page);
 
 /* ---- codec, for tests: one stripe of one stream ---- */
-*rows : count addresses of vectors.bases
-    : ceil(values / FKV_STREAM_GROUP) bytes.
-          * / void fkv_fxp_choose(const uint64_t *rows, uint32_t count, uint32_t vector_bytes, uint32_t mode, uint8_t *bases);
+/* rows: count addresses of vectors. bases: ceil(values / FKV_STREAM_GROUP) bytes. */
+void fkv_fxp_choose(const uint64_t *rows, uint32_t count, uint32_t vector_bytes, uint32_t mode,
+                    uint8_t *bases);
 void fkv_fxp_costs(const uint64_t *rows, uint32_t count, uint32_t vector_bytes, uint32_t mode,
                    const uint8_t *bases,
                    uint16_t *costs); /* bytes that each row takes in a stripe */

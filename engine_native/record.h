@@ -72,10 +72,9 @@ static inline uint64_t fkv_raw_stride(uint64_t block_bytes, bool aligned)
 }
 
 /* ---- copy.c: walks over the vectors of one block ---- */
-*Address of a vector in the
-    caller's memory; 0 where its layer or head is not wanted. */ static inline uint64_t
-    fkv_vector(const fkv_view *view, const uint64_t *pointers, uint32_t entry, uint32_t head,
-               uint32_t token)
+/* Address of a vector in the caller's memory; 0 where its layer or head is not wanted. */
+static inline uint64_t fkv_vector(const fkv_view *view, const uint64_t *pointers, uint32_t entry,
+                                  uint32_t head, uint32_t token)
 {
     const fkv_place_in_memory *place = &view->entries[entry];
     int64_t slot = view->head_slots ? view->head_slots[head] : (int64_t)head;

@@ -3,8 +3,8 @@
 Invariants
   - one native call codes all records of a slice; nothing here runs per block;
   - a staging buffer belongs to the write that reads it until that write is released;
-  - staging is bounded: a slice waits for a buffer, and only a record that is larger than all of a buffer gets one of
-    its own.
+  - staging is bounded: a slice waits for a buffer, and only a record that is larger than all of a
+    buffer gets one of its own.
 """
 
 from __future__ import annotations
@@ -99,7 +99,10 @@ class Staging:
 
 @dataclass(eq=False)
 class EncodeJob:
-    """Everything that coding a put needs. records, blocks: rows of ENCODE_RECORD and ENCODE_BLOCK."""
+    """Everything that coding a put needs. records, blocks.
+
+    Rows of ENCODE_RECORD and ENCODE_BLOCK.
+    """
 
     geometry: Any
     view: Any
@@ -141,7 +144,7 @@ class EncodeJob:
     def slices(
         self, bounds: NDArray[np.uint64], buffer_bytes: int
     ) -> Iterator[tuple[int, int, int]]:
-        """(first record, end, staging bytes) of slices that fit a buffer, or are a single record."""
+        """(first record, end, staging bytes) of slices that fit a buffer, or are one record."""
         ends = np.cumsum(bounds, dtype=np.int64)
         first, before = 0, 0
         while first < len(bounds):
@@ -152,6 +155,9 @@ class EncodeJob:
     def encode(
         self, engine: Any, records: NDArray[Any], bounds: NDArray[np.uint64], buffer: StagingBuffer
     ) -> None:
-        """Codes the records (a slice of self.records) into the buffer; their rows receive the results."""
+        """Codes the records (a slice of self.records) into the buffer.
+
+        Their rows receive the results.
+        """
         records["buffer_offset"] = np.cumsum(bounds) - bounds
         lib.fkv_encode(engine, self._batch(records, buffer.base))

@@ -1,9 +1,10 @@
 """A sealed segment's directory and footer: numpy rows <-> pages. No I/O.
 
 Invariants
-  - the footer lies in the segment's last page, bound to the segment's uuid and epoch: a footer of an earlier epoch is
-    none;
-  - every section has a checksum of its own and begins on a page; unknown section types are passed over.
+  - the footer lies in the segment's last page, bound to the segment's uuid and epoch: a footer of
+    an earlier epoch is none;
+  - every section has a checksum of its own and begins on a page; unknown section types are passed
+    over.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ from numpy.typing import NDArray
 
 from flashkv import limits
 from flashkv.manifest import crc32c
-from flashkv.native import dtype_of, ffi, lib, pointer
+from flashkv.native import ffi, lib, pointer
 from flashkv.segments import DIR_BLOCK, DIR_RECORD
 
 FOOTER_MAGIC: Final = b"FKVFOOTR"
-_SECTION: Final = dtype_of("fkv_section")
+_ROWS: Final = {
+    int(lib.FKV_SECTION_DIR_RECORDS): DIR_RECORD.itemsize,
+    int(lib.FKV_SECTION_DIR_BLOCKS): DIR_BLOCK.itemsize,
+    int(lib.FKV_SECTION_DIR_NAMESPACES): limits.NAMESPACE_BYTES,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +131,10 @@ def decode_footer(page: bytes, uuid: bytes, epoch: int, segment_bytes: int) -> F
 
 
 def decode(footer: Footer, data: bytes | memoryview, first_byte: int) -> Directory | None:
-    """The rows of the sections in `data`, which begins at first_byte; None where a checksum is wrong."""
+    """The rows of the sections in `data`, which begins at first_byte.
+
+    None where a checksum is wrong.
+    """
     parts: dict[int, memoryview] = {}
     view = memoryview(data)
     for kind, offset, length, crc in footer.sections:
@@ -134,8 +142,8 @@ def decode(footer: Footer, data: bytes | memoryview, first_byte: int) -> Directo
         if len(part) != length or int(lib.fkv_crc32c(0, ffi.from_buffer(part), length)) != crc:
             return None
         parts[kind] = part
-    raw = [parts.get(kind, b"") for kind in (1, 2, 3)]
-    for part, size in zip(raw, (DIR_RECORD.itemsize, DIR_BLOCK.itemsize, 32), strict=True):
+    raw = [parts.get(kind, memoryview(b"")) for kind in _ROWS]
+    for part, size in zip(raw, _ROWS.values(), strict=True):
         if len(part) % size:
             return None
     records, blocks = np.frombuffer(raw[0], DIR_RECORD), np.frombuffer(raw[1], DIR_BLOCK)

@@ -1,8 +1,10 @@
 """Leases: what a match found stays until it is loaded, for a bounded time.
 
 Invariants
-  - a lease ends by release(), by its time or with the store, whichever comes first; each pin is given back once;
-  - leases never hold more than half of the segments, nor are there more than LEASES_MAX: beyond that a match gets none.
+  - a lease ends by release(), by its time or with the store, whichever comes first; each pin is
+    given back once;
+  - leases never hold more than half of the segments, nor are there more than LEASES_MAX: beyond
+    that a match gets none.
 """
 
 from __future__ import annotations
@@ -56,7 +58,10 @@ class Leases:
         return len(self._active)
 
     def take(self, segments: NDArray[np.uint32], lease_ms: int, segments_max: int) -> Lease | None:
-        """A lease on segments that hold one pin each already; None, and the pins given back, at a limit."""
+        """A lease on segments that hold one pin each already.
+
+        None, and the pins given back, at a limit.
+        """
         self.expire()
         with self._lock:
             held = {int(s) for lease in self._active for s in lease.segments}

@@ -1,12 +1,14 @@
-"""The manifest: a shard's small log of segments, kills and namespaces, and the superblocks that point to it.
+"""The manifest: a shard's small log of segments, kills and namespaces, and the superblocks that
+point to it.
 
 Invariants
   - only this module renames, unlinks and syncs folders;
-  - a superblock is written only after the manifest that it names, and that file's folder entry, are durable; the other
-    superblock stays as it was, so that a torn write leaves the state before;
-  - an entry counts once all entries before it count: the log ends at the first one whose checksum or ordinal is wrong;
-  - a failed write or sync of the log is never repeated in place: the state goes into a new log, or the shard stops
-    accepting writes.
+  - a superblock is written only after the manifest that it names, and that file's folder entry, are
+    durable; the other superblock stays as it was, so that a torn write leaves the state before;
+  - an entry counts once all entries before it count: the log ends at the first one whose checksum
+    or ordinal is wrong;
+  - a failed write or sync of the log is never repeated in place: the state goes into a new log, or
+    the shard stops accepting writes.
 """
 
 from __future__ import annotations
@@ -75,7 +77,10 @@ class Superblock:
 
     @classmethod
     def decode(cls, page: bytes, name: str) -> Superblock | None:
-        """None where the page is damaged. Raises FormatError for a format that this build doesn't know."""
+        """None where the page is damaged.
+
+        Raises FormatError for a format that this build doesn't know.
+        """
         size = int(ffi.sizeof("fkv_superblock"))
         if len(page) != limits.PAGE_BYTES or page[:8] != SUPER_MAGIC or not _crc_right(page):
             return None
@@ -86,7 +91,7 @@ class Superblock:
                 f"{name} is of another format version",
                 value=row.version,
                 limit=f"version {lib.FKV_FORMAT_VERSION}",
-                advice="version 0 is not kept between builds: use a new folder, or the build that wrote it",
+                advice="use a new folder: version 0 is not kept between builds",
             )
         unknown = row.features_incompatible or row.features_read_only
         if (
@@ -242,7 +247,8 @@ class Manifest:
     def checkpoint(self) -> None:
         """Writes the state into a log of its own and lets a superblock point to it.
 
-        Raises StoreError where the folder can't be written; then the log before still rules on flash.
+        Raises StoreError where the folder can't be written; then the log before still rules on
+        flash.
         """
         block = self.superblock
         generation = block.manifest_generation + 1
@@ -328,7 +334,10 @@ class Manifest:
         return path
 
     def remove_segment(self, segment: int) -> None:
-        """The file goes; its last epoch stays known, so that a file of that name never looks new."""
+        """The file goes.
+
+        Its last epoch stays known, so that a file of that name never looks new.
+        """
         segment_path(self.folder, segment).unlink(missing_ok=True)
         sync_folder(self.folder / SEGMENTS)
 
@@ -339,7 +348,8 @@ class Manifest:
             self._fd = -1
 
 
-# ---- reading ---------------------------------------------------------------------------------------
+# ---- reading
+# ---------------------------------------------------------------------------------------
 
 
 def segment_path(folder: Path, segment: int) -> Path:

@@ -1,9 +1,11 @@
 """Namespace: the batch operations of one identity and shard.
 
 Invariants
-  - arguments are checked before anything changes: a call that raises has stored, deleted and read nothing;
+  - arguments are checked before anything changes: a call that raises has stored, deleted and read
+    nothing;
   - a block counts as stored (OK) once it is captured; PRESENT ones were there before;
-  - the work per block is array arithmetic and a handful of native calls, however many blocks a batch has.
+  - the work per block is array arithmetic and a handful of native calls, however many blocks a
+    batch has.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ KeyBatch = Sequence[bytes] | NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Match:
-    """How many leading keys are present, and the lease that holds them, if one was asked for and granted."""
+    """How many leading keys are present, and the lease that holds them, if one was asked for and
+    granted.
+    """
 
     count: int
     lease: Lease | None = None
@@ -61,7 +65,10 @@ class Namespace:
     # ---- looking ----
 
     def contains(self, keys: KeyBatch) -> NDArray[np.bool_]:
-        """Which keys are present: bool[N]. A promise only under a lease: eviction may come between."""
+        """Which keys are present.
+
+        Bool[N]. A promise only under a lease: eviction may come between.
+        """
         self._store.check_open()
         packed = Keys.pack(keys)
         self._store.counters.lookups += len(packed)
@@ -75,8 +82,9 @@ class Namespace:
     def match(self, keys: KeyBatch, *, lease_ms: int | None = None) -> Match:
         """How many leading keys are present.
 
-        lease_ms: hold them for so long, or until the lease is released; Match.lease is None where nothing matched or a
-        limit on leases was reached. Raises OptionsError for a time beyond Options.max_lease_ms.
+        lease_ms: hold them for so long, or until the lease is released; Match.lease is None where
+        nothing matched or a limit on leases was reached. Raises OptionsError for a time beyond
+        Options.max_lease_ms.
         """
         self._store.check_open()
         longest = self._store.options.max_lease_ms
@@ -104,16 +112,18 @@ class Namespace:
         position: int | None = None,
         replace: bool = False,
     ) -> BatchResult:
-        """Stores blocks; returns once they are captured: the source is free, and this process sees them.
+        """Stores blocks; returns once they are captured: the source is free, and this process sees
+        them.
 
         keys      N keys of 1 to 255 bytes: bytes, or uint8[N, length].
-        data      the blocks' memory, see flashkv.memory.block_memory; view: its axes, default [layer, plane, head,
-                  token, dim].
+        data      the blocks' memory, see flashkv.memory.block_memory; view: its axes, default
+                  [layer, plane, head, token, dim].
         tokens    tokens of each block where not all are full: an int, or int[N].
-        parents   key of the block before each (empty for none); position: of the first block's first token.
+        parents   key of the block before each (empty for none); position: of the first block's
+                  first token.
         replace   store blocks whose keys are present too; else they are PRESENT and skipped.
-        Statuses: OK, PRESENT, DUPLICATE, BLOCK_TOO_LARGE, NO_SPACE, BUSY. Raises KeyFormatError, MemoryViewError,
-        ReadOnlyStoreError, ClosedError.
+        Statuses: OK, PRESENT, DUPLICATE, BLOCK_TOO_LARGE, NO_SPACE, BUSY. Raises KeyFormatError,
+        MemoryViewError, ReadOnlyStoreError, ClosedError.
         """
         store = self._store
         store.check_writable()
@@ -147,7 +157,7 @@ class Namespace:
             if len(plan):
                 job = self._job(packed, packed_parents, memory, counts, plan, number)
                 self._store_records(job, plan, digests, statuses)
-        store.counters_put(statuses, sizes)
+        store.counters.note_put(statuses, sizes)
         return BatchResult(statuses)
 
     def _skip(
@@ -170,7 +180,10 @@ class Namespace:
     def _repeated(
         self, keys: Keys, rows: NDArray[np.int64], statuses: NDArray[np.uint8]
     ) -> NDArray[np.uint8]:
-        """DUPLICATE for a key that came before in the batch. Two keys under one digest: the later wins, as ever."""
+        """DUPLICATE for a key that came before in the batch.
+
+        Two keys under one digest: the later wins, as ever.
+        """
         seen: dict[bytes, int] = {}
         for row in range(len(keys)):
             seen.setdefault(keys[row], row)
@@ -248,11 +261,13 @@ class Namespace:
     ) -> BatchResult:
         """Reads blocks into the caller's memory; only the pages that are needed.
 
-        out          N blocks of memory, as data of put; where a status isn't OK its content is undefined.
-        layers, heads  numbers of those that are wanted; the memory then holds just these, in this order.
+        out          N blocks of memory, as data of put; where a status isn't OK its content is
+                     undefined.
+        layers, heads  numbers of those that are wanted; the memory then holds just these, in this
+                       order.
         token_range  (start, stop) within each block; the memory's token axis begins at start.
-        Statuses: OK, MISS, IO_ERROR, BUSY. Raises KeyFormatError, MemoryViewError, ReadOnlyDestinationError,
-        ClosedError.
+        Statuses: OK, MISS, IO_ERROR, BUSY. Raises KeyFormatError, MemoryViewError,
+        ReadOnlyDestinationError, ClosedError.
         """
         store = self._store
         store.check_open()
@@ -289,11 +304,14 @@ class Namespace:
         statuses = store.reader.read(request, digests)
         ok = statuses == BlockStatus.OK
         memory.finish(ok)
-        store.counters_get(statuses, places["tokens"][ok], memory.view.group.token_bytes, count)
+        tokens = np.full(int(ok.sum()), count) if count else places["tokens"][ok]
+        store.counters.note_get(statuses, tokens, memory.view.group.token_bytes)
         return BatchResult(statuses)
 
     def _refuse(self, places: NDArray[Any], group: int, room: int, first: int, count: int) -> None:
-        """Places that can't be read into this memory become absent, or are an error of the caller's."""
+        """Places that can't be read into this memory become absent, or are an error of the
+        caller's.
+        """
         found = places["record"] != NONE
         tokens = places["tokens"].astype(np.int64)
         wanted = np.full(len(places), count) if count else tokens - first
@@ -316,7 +334,10 @@ class Namespace:
     # ---- ending ----
 
     def delete(self, keys: KeyBatch) -> BatchResult:
-        """Deletes blocks, durably: OK or MISS of each. Raises KeyFormatError, ReadOnlyStoreError, StoreError."""
+        """Deletes blocks, durably.
+
+        OK or MISS of each. Raises KeyFormatError, ReadOnlyStoreError, StoreError.
+        """
         store = self._store
         store.check_writable()
         packed = Keys.pack(keys)
@@ -330,7 +351,8 @@ class Namespace:
         return BatchResult(np.where(found, BlockStatus.OK, BlockStatus.MISS).astype(np.uint8))
 
     def rotate(self) -> int:
-        """Retires all that was stored under this identity, in every shard, durably; returns the blocks dropped.
+        """Retires all that was stored under this identity, in every shard, durably; returns the
+        blocks dropped.
 
         For weights that were updated in place: what is stored from now on counts again.
         """
@@ -344,7 +366,10 @@ class Namespace:
         salt: bytes = b"",
         extra: bytes = b"",
     ) -> NDArray[np.uint8]:
-        """Keys of a token sequence's blocks, flashkv's own chain: uint8[ceil(tokens / block_tokens), 32]."""
+        """Keys of a token sequence's blocks, flashkv's own chain.
+
+        Uint8[ceil(tokens / block_tokens), 32].
+        """
         return token_keys(self.digest, token_ids, block_tokens, salt, extra)
 
     def __repr__(self) -> str:

@@ -1,8 +1,10 @@
 """From a path to a running store: folder, lock, superblocks, manifest, recovery.
 
 Invariants
-  - a shard has one writer: an flock on its lock file, and a registry for handles of the same process;
-  - nothing is changed before the lock is held and the store was found to be one that this build may write;
+  - a shard has one writer: an flock on its lock file, and a registry for handles of the same
+    process;
+  - nothing is changed before the lock is held and the store was found to be one that this build may
+    write;
   - a read-only open takes no lock, writes nothing and tolerates a writer that goes on meanwhile.
 """
 
@@ -151,7 +153,7 @@ def create(
     if geometry is None:
         raise GeometryError(
             f"{path} holds no store yet, and no geometry was given",
-            advice="pass geometry=KVGeometry.gqa(layers, kv_heads, head_dim, dtype), .mla(...) or .opaque(bytes)",
+            advice="pass geometry=KVGeometry.gqa(...), .mla(...) or .opaque(...)",
         )
     capacity_bytes = given_capacity(capacity) or default_capacity(path)
     largest = max(tokens for _, tokens in options.growth)
@@ -199,7 +201,9 @@ def stored_geometry(block: Superblock, given: KVGeometry | None, path: Path) -> 
 
 
 def load_manifest(folder: Path) -> tuple[Superblock, ManifestState, bool]:
-    """Superblock, state and whether the log was whole, for a reader beside a writer or a writer's own open."""
+    """Superblock, state and whether the log was whole, for a reader beside a writer or a writer's
+    own open.
+    """
     for attempt in range(READ_TRIES):
         block = read_superblock(folder)
         state, found = read_state(folder, block)

@@ -1,9 +1,11 @@
 """Blocks -> records: which consecutive blocks of a put are coded and placed together.
 
 Invariants
-  - a record holds consecutive blocks of one put; a block that is not stored (present already, refused) ends a record;
-  - a record has at most the tokens that the growth schedule allows where it begins, at most record_bytes_max bytes and
-    BLOCKS_PER_RECORD_MAX blocks; a single block may exceed the schedule, never the bytes;
+  - a record holds consecutive blocks of one put; a block that is not stored (present already,
+    refused) ends a record;
+  - a record has at most the tokens that the growth schedule allows where it begins, at most
+    record_bytes_max bytes and BLOCKS_PER_RECORD_MAX blocks; a single block may exceed the schedule,
+    never the bytes;
   - boundaries depend on positions and sizes only: the same put makes the same records.
 """
 
@@ -23,7 +25,10 @@ OPAQUE_RECORD_BYTES: Final = limits.MIB
 
 @dataclass(frozen=True, eq=False)
 class RecordPlan:
-    """rows: indices of the stored blocks, in order. Record i has rows[first[i] : first[i] + count[i]]."""
+    """rows.
+
+    Indices of the stored blocks, in order. Record i has rows[first[i] : first[i] + count[i]].
+    """
 
     rows: NDArray[np.int64]
     first: NDArray[np.int64]
@@ -63,8 +68,8 @@ def plan(
 ) -> RecordPlan:
     """Cuts the blocks with store[i] into records.
 
-    tokens, block_bytes: of all N blocks. position: of the first block's first token in its sequence, or None: then a
-    run's own length drives the schedule and start_token is unknown.
+    tokens, block_bytes: of all N blocks. position: of the first block's first token in its
+    sequence, or None: then a run's own length drives the schedule and start_token is unknown.
     """
     rows = np.flatnonzero(store)
     unknown = np.uint64(0xFFFFFFFFFFFFFFFF)
@@ -97,7 +102,10 @@ def plan(
 def _cut_uniform(
     blocks: int, sizes: tuple[int, int], base: int, bounds: RecordLimits
 ) -> NDArray[np.int64]:
-    """First blocks of the records of a run of equal blocks: whole stages of the schedule at a time."""
+    """First blocks of the records of a run of equal blocks.
+
+    Whole stages of the schedule at a time.
+    """
     tokens, size = sizes
     parts: list[NDArray[np.int64]] = []
     done = 0

@@ -1,10 +1,10 @@
 """Opening: what the segment files hold -> segments and index.
 
 Invariants
-  - nothing is believed that its checksums don't bear out: a sealed segment's directory, else every page of every
-    record;
-  - of two versions of a block the higher sequence wins, kills hide what they name, and nothing else decides: free
-    space, usage and index are derived, never stored;
+  - nothing is believed that its checksums don't bear out: a sealed segment's directory, else every
+    page of every record;
+  - of two versions of a block the higher sequence wins, kills hide what they name, and nothing else
+    decides: free space, usage and index are derived, never stored;
   - damage costs what it hit: a bad directory is replaced by a scan, a bad record by none.
 """
 
@@ -121,7 +121,10 @@ class Recovery:
         return header
 
     def _live(self, segment: Segment, header: SegmentHeader) -> bool:
-        """Whether the contents count: the log may say that this epoch ended, or that another began."""
+        """Whether the contents count.
+
+        The log may say that this epoch ended, or that another began.
+        """
         known = self._state.epochs.get(segment.number, 0)
         segment.epoch = max(known, header.epoch)
         segment.first_sequence = header.first_sequence
@@ -134,7 +137,10 @@ class Recovery:
         return True
 
     def _load(self, segment: Segment, path: Path) -> bool:
-        """Fills the index from one live segment; True if it has no directory and may be filled on."""
+        """Fills the index from one live segment.
+
+        True if it has no directory and may be filled on.
+        """
         found = self._sealed(segment)
         sealed = found is not None
         if found is None:
@@ -276,13 +282,16 @@ def _matching_kills(kills: NDArray[Any], records: NDArray[Any]) -> NDArray[Any]:
     row = order[at]
     same = (records["page"][row] == kills["page"]) & (records["sequence"][row] == kills["sequence"])
     kept = kills[same]
-    return kept[np.lexsort((kept["ordinal"], kept["page"]))]
+    in_order: NDArray[Any] = kept[np.lexsort((kept["ordinal"], kept["page"]))]
+    return in_order
 
 
 def _copy(data: Any, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
     if not count:
         return np.zeros(0, dtype)
-    return np.frombuffer(ffi.buffer(data, int(count) * dtype.itemsize), dtype).copy()
+    size = int(count) * dtype.itemsize
+    rows: NDArray[Any] = np.frombuffer(bytearray(ffi.buffer(data, size)), dtype)
+    return rows
 
 
 __all__ = [

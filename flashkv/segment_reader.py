@@ -1,9 +1,11 @@
-"""Places of blocks -> the caller's memory: one native call reads, checks, decodes and scatters a batch.
+"""Places of blocks -> the caller's memory: one native call reads, checks, decodes and scatters a
+batch.
 
 Invariants
   - the places that come in hold pins on their segments; they are given back here, whatever happens;
   - a block whose write is still on its way is read once that write has ended;
-  - a block that proves damaged leaves the index, so that the next lookup is a plain miss, and is counted.
+  - a block that proves damaged leaves the index, so that the next lookup is a plain miss, and is
+    counted.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ READ_WANT: Final = dtype_of("fkv_read_want")
 
 @dataclass(eq=False)
 class ReadRequest:
-    """What a get wants. places: rows of fkv_place, pinned; row i of pointers is block i's memory."""
+    """What a get wants. places.
+
+    Rows of fkv_place, pinned; row i of pointers is block i's memory.
+    """
 
     geometry: Any
     view: Any
@@ -66,7 +71,8 @@ class SegmentReader:
         on_damage: Callable[[NDArray[Any]], None],
         is_stale: Callable[[int, int], bool],
     ) -> None:
-        """wait_written(sequence): see SegmentWriter. on_damage(dropped): blocks that left the index.
+        """wait_written(sequence): see SegmentWriter. on_damage(dropped): blocks that left the
+        index.
         is_stale(segment, epoch): the segment has another epoch by now (read-only handles)."""
         self.counters = ReaderCounters()
         self._segments = segments
@@ -141,7 +147,10 @@ class SegmentReader:
     def _damage(
         self, places: NDArray[Any], digests: NDArray[np.uint8], rows: NDArray[np.int64]
     ) -> None:
-        """Drops what was wrong. Under a read-only handle the writer may have used the space again."""
+        """Drops what was wrong.
+
+        Under a read-only handle the writer may have used the space again.
+        """
         bad = places[rows]
         stale = {
             segment

@@ -1,11 +1,12 @@
 """Coded records -> the tail of the open segment: places, writes, index, directory, sync.
 
 Invariants
-  - a record is in the index only once its bytes lie whole in a staging buffer that is being written (captured); if the
-    write fails, its blocks leave the index, and flush() says so;
+  - a record is in the index only once its bytes lie whole in a staging buffer that is being written
+    (captured); if the write fails, its blocks leave the index, and flush() says so;
   - sequences grow; within a segment records lie in the order of their sequences;
   - a segment's directory is written only after all its records are durable;
-  - a failed sync is never repeated: the segment is closed at its last durable point and what came since is dropped;
+  - a failed sync is never repeated: the segment is closed at its last durable point and what came
+    since is dropped;
   - a kill that a newer record caused becomes durable only after that record is.
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -58,7 +59,10 @@ class WriterCounters:
 
 @dataclass(eq=False)
 class PutRows:
-    """What the writer needs of a put besides the job: per stored block its digest, and the namespace."""
+    """What the writer needs of a put besides the job.
+
+    Per stored block its digest, and the namespace.
+    """
 
     digests: NDArray[np.uint8]
     namespace_digest: bytes
@@ -67,7 +71,10 @@ class PutRows:
 
 
 class SegmentWriter:
-    """The one writer of a shard. Callers hold the store's writer lock, but for reap() and wait_written()."""
+    """The one writer of a shard.
+
+    Callers hold the store's writer lock, but for reap() and wait_written().
+    """
 
     def __init__(
         self,
@@ -144,7 +151,7 @@ class SegmentWriter:
         """Gives each coded record its place, segment by segment."""
         todo = np.flatnonzero(statuses == BlockStatus.OK)
         while len(todo):
-            segment = self._segment_for(int(records["pages"][todo[0]]), records, todo[:1], rows)
+            segment = self._segment_for(records[todo[:1]], rows)
             if segment is None:
                 statuses[todo] = BlockStatus.NO_SPACE
                 return
@@ -156,12 +163,10 @@ class SegmentWriter:
             self._append(segment, records[todo[:count]], job, rows, buffer)
             todo = todo[count:]
 
-    def _segment_for(
-        self, pages: int, records: NDArray[Any], rows_first: NDArray[np.int64], rows: PutRows
-    ) -> Segment | None:
-        """The open segment if the first record fits, else a new one, with the namespace's record in it."""
+    def _segment_for(self, record: NDArray[Any], rows: PutRows) -> Segment | None:
+        """The open segment if the record (one row) fits, else a new one; the namespace is in it."""
         segment = self._open
-        if segment is None or self._fitting(segment, records[rows_first]) == 0:
+        if segment is None or self._fitting(segment, record) == 0:
             if segment is not None and not any(len(part) for part in segment.records):
                 return segment  # empty, and still it doesn't fit
             if segment is not None:
@@ -226,8 +231,8 @@ class SegmentWriter:
         segment.unsynced = True
         segment.records.append(directory_rows)
         segment.blocks.append(block_rows)
-        # Known as in flight before it is visible, visible before it can fail: no reader and no failure
-        # comes between.
+        # Known as in flight before it is visible, visible before it can fail: no reader and no
+        # failure comes between.
         writes = self._take_off(segment, records, pages, buffer)
         ids = np.full(len(segment.namespaces), rows.namespace_id, np.uint32)
         dropped = self._index.add(segment.number, directory_rows, block_rows, ids)
@@ -236,7 +241,10 @@ class SegmentWriter:
         self._io.write_submit(writes)
 
     def _append_namespace(self, segment: Segment, rows: PutRows) -> None:
-        """Makes the segment describe itself: the identity's readable fields, before its first record."""
+        """Makes the segment describe itself.
+
+        The identity's readable fields, before its first record.
+        """
         room = -(-(len(rows.namespace_json) + 256) // limits.PAGE_BYTES) * limits.PAGE_BYTES
         segment.namespaces.append(rows.namespace_digest)
         page = aligned_copy(bytes(room))
@@ -269,7 +277,10 @@ class SegmentWriter:
         pages: NDArray[np.uint32],
         buffer: StagingBuffer,
     ) -> NDArray[Any]:
-        """Rows of WRITE_DTYPE, noted as in flight: about a megabyte each, records that touch in one."""
+        """Rows of WRITE_DTYPE, noted as in flight.
+
+        About a megabyte each, records that touch in one.
+        """
         sizes = records["pages"].astype(np.int64) * limits.PAGE_BYTES
         starts = records["buffer_offset"].astype(np.int64)
         apart = starts[1:] != starts[:-1] + sizes[:-1]
@@ -354,7 +365,10 @@ class SegmentWriter:
         return np.concatenate(ready) if ready else np.zeros(0, KILL)
 
     def flush(self) -> int:
-        """Makes all captured records durable; returns how many blocks were lost since the last flush."""
+        """Makes all captured records durable.
+
+        Returns how many blocks were lost since the last flush.
+        """
         self.counters.flushes += 1
         self.wait_written()
         self._sync([segment for segment in self._segments if segment.unsynced])
@@ -375,7 +389,10 @@ class SegmentWriter:
         return not results.any()
 
     def _give_up(self, segment: Segment) -> None:
-        """A sync failed: nothing since the last durable point may be believed, nothing more is appended."""
+        """A sync failed.
+
+        Nothing since the last durable point may be believed, nothing more is appended.
+        """
         for records in segment.records:
             late = records["sequence"][records["sequence"] > self.durable_sequence]
             if len(late):

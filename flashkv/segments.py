@@ -1,8 +1,11 @@
-"""Segments in memory: which there are, where each one's life stands, and the arrays that reads look them up in.
+"""Segments in memory: which there are, where each one's life stands, and the arrays that reads look
+them up in.
 
 Invariants
-  - a segment number names one file for the life of the store; its epoch grows each time its space is used again;
-  - the lookup arrays are replaced, never resized in place, so that a reader that holds them sees one state;
+  - a segment number names one file for the life of the store; its epoch grows each time its space
+    is used again;
+  - the lookup arrays are replaced, never resized in place, so that a reader that holds them sees
+    one state;
   - a segment without records of its present epoch is FREE and has no say in a lookup.
 """
 
@@ -152,7 +155,8 @@ class Segments:
             self.close_file(segment)
 
 
-# ---- the header page -------------------------------------------------------------------------------
+# ---- the header page
+# -------------------------------------------------------------------------------
 
 
 def encode_header(segment: Segment, store_uuid: bytes, segment_bytes: int) -> bytes:

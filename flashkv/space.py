@@ -1,10 +1,12 @@
-"""Space: how many segments a store may have, where the next one comes from, and whose contents go for it.
+"""Space: how many segments a store may have, where the next one comes from, and whose contents go
+for it.
 
 Invariants
-  - segments, manifest and superblocks together stay within the capacity; what others keep in the folder counts too;
+  - segments, manifest and superblocks together stay within the capacity; what others keep in the
+    folder counts too;
   - a new file is made only while the file system keeps its free floor;
-  - a segment's space is used again only after its end, and the kills that its contents caused, are durable, its blocks
-    are out of the index and no reader pins it; leased segments are left alone;
+  - a segment's space is used again only after its end, and the kills that its contents caused, are
+    durable, its blocks are out of the index and no reader pins it; leased segments are left alone;
   - the simplest right order: a segment in which nothing lives goes first, then the oldest.
 """
 
@@ -30,7 +32,10 @@ from flashkv.native import aligned_copy, lib
 from flashkv.segments import FIRST_PAGE, Segment, Segments, SegmentState, encode_header
 
 PIN_WAIT_S: Final = 5.0
-"""A read that pins a segment ends within milliseconds; a device that hangs longer keeps its segment."""
+"""A read that pins a segment ends within milliseconds.
+
+A device that hangs longer keeps its segment.
+"""
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,8 @@ def choose_segment_bytes(
         # A header and a directory ride on top of a record's own bytes.
         wanted = limits.RECORDS_PER_SEGMENT_MIN * (largest + largest // 32 + 4 * limits.PAGE_BYTES)
         size = max(capacity_bytes // limits.SEGMENTS_PER_CAPACITY, wanted, limits.SEGMENT_BYTES_MIN)
-        # The growth schedule stops at a quarter of a segment; a handful of huge segments would cost more.
+        # The growth schedule stops at a quarter of a segment; a handful of huge segments would cost
+        # more.
         size = min(size, max(usable // 8, limits.SEGMENT_BYTES_MIN), limits.SEGMENT_BYTES_MAX)
         size = -(-size // limits.MIB) * limits.MIB
     if usable // size < limits.SEGMENT_COUNT_MIN:
@@ -106,6 +112,27 @@ def default_floor(path: Path) -> int:
     return min(limits.FREE_FLOOR_BYTES, share)
 
 
+def make_budget(
+    path: Path, own: Path, capacity_bytes: int, segment_bytes: int, floor: int | str | None
+) -> Budget:
+    """The budget of a store at `path` whose files lie in `own`. Raises CapacityError."""
+    budget = Budget(
+        capacity_bytes,
+        segment_bytes,
+        default_floor(path) if floor is None else int(floor),
+        disk_usage(path, own),
+    )
+    least = limits.SEGMENT_COUNT_MIN
+    if budget.segments_max < least:
+        need = least * segment_bytes + budget.reserve_bytes + budget.foreign_bytes
+        raise CapacityError(
+            f"the capacity is too small for {least} segments of {segment_bytes} bytes",
+            value=f"{capacity_bytes} bytes, of which others take {budget.foreign_bytes}",
+            limit=f"at least {need} bytes",
+        )
+    return budget
+
+
 def free_bytes(path: Path) -> int:
     """Bytes that this user can still write on the file system."""
     status = os.statvfs(path)
@@ -120,12 +147,15 @@ def disk_usage(root: Path, own: Path | None = None) -> int:
         if own is not None and here == own:
             folders.clear()
             continue
-        for name in files:
-            try:
-                total += (here / name).lstat().st_blocks * 512
-            except OSError:
-                continue  # it went meanwhile
+        total += sum(_blocks_bytes(here / name) for name in files)
     return total
+
+
+def _blocks_bytes(path: Path) -> int:
+    try:
+        return path.lstat().st_blocks * 512
+    except OSError:  # it went meanwhile
+        return 0
 
 
 class Space:
@@ -158,7 +188,8 @@ class Space:
     # ---- the next segment ----
 
     def take(self, next_sequence: int, kills: Callable[[], NDArray[Any]]) -> Segment | None:
-        """A segment that starts a new epoch, its header written; None where there is no space at all.
+        """A segment that starts a new epoch, its header written; None where there is no space at
+        all.
 
         kills(): rows that must be durable before anything is freed. May raise StoreError.
         """

@@ -1,12 +1,18 @@
 """What a store counts, and the snapshot that stats() returns.
 
-Invariant: everything that can be derived (usage, live bytes, blocks) is asked of its owner at the time of the call;
-only events are counted.
+Invariant: everything that can be derived (usage, live bytes, blocks) is asked of its owner at the
+time of the call; only events are counted.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashkv.errors import BlockStatus
 
 
 @dataclass
@@ -27,12 +33,31 @@ class Counters:
     deleted_blocks: int = 0
     lookups: int = 0
 
+    def note_put(self, statuses: NDArray[np.uint8], sizes: NDArray[np.int64]) -> None:
+        """Counts a put. sizes: logical bytes of each block."""
+        ok, present = statuses == BlockStatus.OK, statuses == BlockStatus.PRESENT
+        self.put_blocks += len(statuses)
+        self.put_bytes += int(sizes.sum())
+        self.accepted_blocks += int(ok.sum())
+        self.accepted_bytes += int(sizes[ok].sum())
+        self.present_blocks += int(present.sum())
+        self.refused_blocks += int((~(ok | present)).sum())
+
+    def note_get(self, statuses: NDArray[np.uint8], tokens: NDArray[Any], token_bytes: int) -> None:
+        """Counts a get. tokens: read of each block that hit."""
+        self.get_blocks += len(statuses)
+        self.hit_blocks += len(tokens)
+        self.hit_bytes += int(tokens.sum(dtype=np.int64)) * token_bytes
+        self.missed_blocks += int((statuses == BlockStatus.MISS).sum())
+        self.failed_reads += int((statuses == BlockStatus.IO_ERROR).sum())
+
 
 @dataclass(frozen=True)
 class Stats:
     """A snapshot. Sizes in bytes; counters since the handle was opened.
 
-    wa_cleaning   record bytes written, cleaning included / record bytes accepted; 1.0 without cleaning.
+    wa_cleaning   record bytes written, cleaning included / record bytes accepted; 1.0 without
+                  cleaning.
     wa_total      all bytes that this process wrote to the store / record bytes accepted.
     compression   logical bytes stored / record bytes written for them.
     """

@@ -1,12 +1,15 @@
 """Store: a handle on one shard; the parts that it is made of, and their life together.
 
 Invariants
-  - one lock orders all that changes the store (puts, deletes, flushes, sealing, reclaiming); reads take none of it;
-  - a handle that was closed, or inherited through fork(), answers with a clear error and touches nothing;
-  - close() makes durable what was captured; a handle that is dropped without close() loses at most what was not flushed.
+  - one lock orders all that changes the store (puts, deletes, flushes, sealing, reclaiming); reads
+    take none of it;
+  - a handle that was closed, or inherited through fork(), answers with a clear error and touches
+    nothing;
+  - close() makes durable what was captured; a handle that is dropped without close() loses at most
+    what was not flushed.
 
-It knows no byte layout: namespaces turn batches into jobs, codec and segment_writer turn jobs into records,
-segment_reader turns places into the caller's bytes.
+It knows no byte layout: namespaces turn batches into jobs, codec and segment_writer turn jobs into
+records, segment_reader turns places into the caller's bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from numpy.typing import NDArray
 from flashkv import limits, opening
 from flashkv.codec import Staging
 from flashkv.errors import (
-    BlockStatus,
+    BusyError,
     ClosedError,
     DurabilityError,
     ForkedError,
@@ -34,7 +37,7 @@ from flashkv.geometry import DType, KVGeometry
 from flashkv.identity import WHOLE, Identity, Shard
 from flashkv.index import Index
 from flashkv.leases import Lease, Leases
-from flashkv.manifest import Manifest
+from flashkv.manifest import Manifest, read_superblock
 from flashkv.namespace import Namespace
 from flashkv.native import aligned_array
 from flashkv.options import Options
@@ -43,7 +46,7 @@ from flashkv.recovery import Recovery
 from flashkv.segment_reader import SegmentReader
 from flashkv.segment_writer import SegmentWriter, kill_rows
 from flashkv.segments import Segments, decode_header
-from flashkv.space import Budget, Space, default_floor, disk_usage
+from flashkv.space import Space, make_budget
 from flashkv.stats import Counters, Stats
 from flashkv.tickets import Client, Lanes, Milestone
 
@@ -58,12 +61,13 @@ def open(  # noqa: A001  (the face of the package is flashkv.open)
 ) -> Store:
     """Opens the store in a folder; makes it where there is none.
 
-    capacity   most that it may take on disk, metadata included: bytes or "8GiB". None: what it had, at creation half
-               of what is free. A smaller one than before drops the oldest segments.
+    capacity   most that it may take on disk, metadata included: bytes or "8GiB". None: what it had,
+               at creation half of what is free. A smaller one than before drops the oldest
+               segments.
     geometry   of the KV; needed at creation, later None or equal.
     read_only  no lock, no writes; beside a live writer it sees what was on disk when it was opened.
-    Raises LockedError, NotAStoreError, StoreAccessError, FormatError, SuperblockError, GeometryError, CapacityError,
-    BackendError.
+    Raises LockedError, NotAStoreError, StoreAccessError, FormatError, SuperblockError,
+    GeometryError, CapacityError, BackendError.
     """
     return Store(
         Path(path), capacity, geometry, (options or Options()).resolved(), read_only=read_only
@@ -71,7 +75,10 @@ def open(  # noqa: A001  (the face of the package is flashkv.open)
 
 
 class Store:
-    """An open store. Use open(); usable as a context manager, from any thread of the process that opened it."""
+    """An open store.
+
+    Use open(); usable as a context manager, from any thread of the process that opened it.
+    """
 
     digest_bytes = limits.DIGEST_BYTES
     """Bytes of a key's digest that the index uses; tests use fewer, to make keys meet."""
@@ -153,20 +160,9 @@ class Store:
 
     def _start_writer(self, segment_bytes: int) -> None:
         options, state = self.options, self.manifest_state
-        foreign = disk_usage(self.path, self._folder)
-        floor = options.free_floor_bytes
-        self.budget = Budget(
-            self.capacity_bytes,
-            segment_bytes,
-            default_floor(self.path) if floor is None else int(floor),
-            foreign,
+        self.budget = make_budget(
+            self.path, self._folder, self.capacity_bytes, segment_bytes, options.free_floor_bytes
         )
-        if self.budget.segments_max < limits.SEGMENT_COUNT_MIN:
-            raise opening.CapacityError(
-                f"the capacity is too small for {limits.SEGMENT_COUNT_MIN} segments of {segment_bytes} bytes",
-                value=f"{self.capacity_bytes} bytes, of which others take {foreign}",
-                limit=f"at least {limits.SEGMENT_COUNT_MIN * segment_bytes + self.budget.reserve_bytes + foreign} bytes",
-            )
         known = [self.recovery.last_sequence + 1, state.next_sequence]
         known += [last + 1 for last in state.retired.values()]
         known += [
@@ -175,7 +171,7 @@ class Store:
         state.next_sequence = max(known)
         # The log is begun anew with every open: what it says is then what recovery found.
         self.manifest: Manifest = opening.begin_log(
-            self._folder, opening.read_superblock(self._folder), state, self.capacity_bytes
+            self._folder, read_superblock(self._folder), state, self.capacity_bytes
         )
         self.staging = Staging(int(options.staging_bytes))
         self.space = Space(
@@ -211,7 +207,7 @@ class Store:
             if self._forked:
                 raise ForkedError(
                     f"this handle on {self.path} was inherited through fork()",
-                    advice="open the store again in the child, after the parent closed it or read-only",
+                    advice="open it again in the child, once the parent closed it or read-only",
                 )
             raise ClosedError(f"the store {self.path} is closed")
 
@@ -244,7 +240,10 @@ class Store:
     # ---- namespaces ----
 
     def namespace(self, identity: Identity, *, shard: Shard | None = None) -> Namespace:
-        """The blocks of an identity; the same object for the same identity and shard. Raises IdentityError."""
+        """The blocks of an identity.
+
+        The same object for the same identity and shard. Raises IdentityError.
+        """
         self.check_open()
         if not isinstance(identity, Identity):
             raise IdentityError("namespace() needs an Identity", value=type(identity).__name__)
@@ -260,7 +259,10 @@ class Store:
             return self._namespaces[name]
 
     def register(self, namespace: Namespace) -> bytes:
-        """Logs the namespace before its first record; returns its readable identity. Under writer_lock."""
+        """Logs the namespace before its first record.
+
+        Returns its readable identity. Under writer_lock.
+        """
         text = namespace.identity.to_json()
         if namespace.digest not in self.manifest.state.namespaces:
             self.manifest.namespace_added(namespace.digest, text)
@@ -280,8 +282,8 @@ class Store:
     def flush(self) -> None:
         """Makes all captured blocks durable.
 
-        Raises DurabilityError where writes or a sync failed: those blocks are gone (blocks_lost says how many), the
-        rest is durable and the store goes on.
+        Raises DurabilityError where writes or a sync failed: those blocks are gone (blocks_lost
+        says how many), the rest is durable and the store goes on.
         """
         self.check_writable()
         with self.writer_lock:
@@ -327,9 +329,7 @@ class Store:
         """A completion queue with an eventfd of its own. Raises ClosedError, BusyError."""
         self.check_open()
         if len(self._clients) >= limits.CLIENTS_MAX:
-            raise opening.LockedError(
-                "too many clients", value=len(self._clients), limit=limits.CLIENTS_MAX
-            )
+            raise BusyError("too many clients", value=len(self._clients), limit=limits.CLIENTS_MAX)
         client = Client(self._lanes, self._reach, self._clients.discard, max_tickets)
         self._clients.add(client)
         return client
@@ -342,29 +342,6 @@ class Store:
 
     # ---- figures ----
 
-    def counters_put(self, statuses: NDArray[np.uint8], sizes: NDArray[np.int64]) -> None:
-        """Counts a put."""
-        ok, present = statuses == BlockStatus.OK, statuses == BlockStatus.PRESENT
-        counters = self.counters
-        counters.put_blocks += len(statuses)
-        counters.put_bytes += int(sizes.sum())
-        counters.accepted_blocks += int(ok.sum())
-        counters.accepted_bytes += int(sizes[ok].sum())
-        counters.present_blocks += int(present.sum())
-        counters.refused_blocks += int((~(ok | present)).sum())
-
-    def counters_get(
-        self, statuses: NDArray[np.uint8], tokens: NDArray[Any], token_bytes: int, count: int
-    ) -> None:
-        """Counts a get. tokens: of the blocks that hit."""
-        counters = self.counters
-        counters.get_blocks += len(statuses)
-        counters.hit_blocks += len(tokens)
-        taken = len(tokens) * count if count else int(tokens.sum(dtype=np.int64))
-        counters.hit_bytes += taken * token_bytes
-        counters.missed_blocks += int((statuses == BlockStatus.MISS).sum())
-        counters.failed_reads += int((statuses == BlockStatus.IO_ERROR).sum())
-
     def stats(self) -> Stats:
         """A snapshot of figures and counters."""
         from flashkv.snapshot import snapshot
@@ -375,7 +352,8 @@ class Store:
     # ---- the end ----
 
     def close(self) -> None:
-        """Finishes tickets, makes captured blocks durable and gives everything back. May be called again.
+        """Finishes tickets, makes captured blocks durable and gives everything back. May be called
+        again.
 
         Raises DurabilityError where that failed; the handle is closed all the same.
         """

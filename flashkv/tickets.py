@@ -1,11 +1,14 @@
-"""Asynchronous use: a client with one completion queue and one eventfd, and the tickets that come out of it.
+"""Asynchronous use: a client with one completion queue and one eventfd, and the tickets that come
+out of it.
 
 Invariants
   - submitting checks nothing, codes nothing and waits for nothing: it queues and returns;
-  - every ticket comes out of drain() exactly once, whether it went well, failed or was cut off by close();
-  - a ticket holds references to keys and memory until its operation is over: the source of a put is the caller's again
-    at `captured`, the destination of a get when the ticket is done;
-  - operations of one lane (puts and deletes; gets and lookups) start in the order of their submission.
+  - every ticket comes out of drain() exactly once, whether it went well, failed or was cut off by
+    close();
+  - a ticket holds references to keys and memory until its operation is over: the source of a put is
+    the caller's again at `captured`, the destination of a get when the ticket is done;
+  - operations of one lane (puts and deletes; gets and lookups) start in the order of their
+    submission.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +62,10 @@ class Ticket:
             self._changed.notify_all()
 
     def wait(self, timeout_ms: float | None = None, milestone: Milestone | None = None) -> bool:
-        """Waits until the ticket is done, or has reached `milestone`; False where the time ran out first."""
+        """Waits until the ticket is done, or has reached `milestone`.
+
+        False where the time ran out first.
+        """
         with self._changed:
             return self._changed.wait_for(
                 lambda: self.done or (milestone is not None and self.milestone >= milestone),
@@ -139,7 +146,10 @@ class Client:
         notify: Milestone = Milestone.CAPTURED,
         **options: Any,
     ) -> Ticket:
-        """As Namespace.put; the ticket finishes at `notify`. Raises BusyError at the ticket limit."""
+        """As Namespace.put.
+
+        The ticket finishes at `notify`. Raises BusyError at the ticket limit.
+        """
 
         def work(ticket: Ticket) -> None:
             ticket.result = namespace.put(keys, data, **options)
@@ -215,10 +225,8 @@ class Client:
         """Finished tickets, each once, in the order in which they finished. Never waits."""
         with self._lock:
             if not self._closed:
-                try:
+                with suppress(BlockingIOError):
                     os.eventfd_read(self._event_fd)
-                except BlockingIOError:
-                    pass
             finished = list(self._finished)
             self._finished.clear()
             self._open -= len(finished)
@@ -230,7 +238,10 @@ class Client:
         return self._open
 
     def close(self) -> None:
-        """Waits for what was submitted, then closes the eventfd. Finished tickets can still be drained."""
+        """Waits for what was submitted, then closes the eventfd.
+
+        Finished tickets can still be drained.
+        """
         with self._lock:
             if self._closed:
                 return

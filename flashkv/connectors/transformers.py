@@ -42,7 +42,8 @@ from flashkv.connectors.transformers_model import (
 )
 
 if TYPE_CHECKING:
-    from flashkv.store import Namespace, Store
+    from flashkv.namespace import Namespace
+from flashkv.store import Store
 
 __all__ = ["BLOCK_TOKENS", "PrefixCache", "SaveReport", "UnsupportedModelError", "kv_geometry"]
 
@@ -189,7 +190,10 @@ class PrefixCache:
         if blocks == 0:
             return SaveReport(0, 0, 0, 0, 0)
         keys = self._keys(ids[: blocks * BLOCK_TOKENS])
-        result = self.namespace.put(keys, _regions(tensors, blocks), view=VIEW, position=0)
+        parents = [b"", *(key.tobytes() for key in keys[:-1])]
+        result = self.namespace.put(
+            keys, _regions(tensors, blocks), view=VIEW, parents=parents, position=0
+        )
         present = int(result.counts().get("PRESENT", 0))
         stored = int(np.count_nonzero(result.ok)) - present
         return SaveReport(
@@ -260,13 +264,8 @@ class PrefixCache:
 def _regions(tensors: list[Any], blocks: int) -> Regions:
     """Each tensor [1, head, token, dim] as blocks [head, block, token, dim], in place."""
     whole = blocks * BLOCK_TOKENS
-    return Regions(
-        [
-            tensor[0, :, :whole].unflatten(1, (blocks, BLOCK_TOKENS))
-            for tensor in tensors
-        ],
-        row_axis=1,
-    )
+    blocked = [tensor[0, :, :whole].unflatten(1, (blocks, BLOCK_TOKENS)) for tensor in tensors]
+    return Regions(blocked, row_axis=1)
 
 
 def _token_ids(input_ids: Any) -> npt.NDArray[np.int32]:
