@@ -208,7 +208,7 @@ def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "compression ratio", f"{report['compression']:.3f} ({report['codec']})"
         yield (
             "write amplification",
-            f"{report['wa_total']:.3f} in all, {report['wa_cleaning']:.3f} by cleaning",
+            f"{report['wa_total']:.3f} in all, {report['wa_cleaning']:.3f} of records",
         )
     direct = "direct I/O" if report["direct_io"] else "buffered: no direct I/O on this file system"
     yield "I/O backend", f"{report['backend']}, {direct}"

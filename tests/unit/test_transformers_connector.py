@@ -1,0 +1,250 @@
+"""The transformers connector on a tiny random Llama: restored prefixes go on as if never stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import flashkv
+from flashkv.errors import GeometryError, MemoryViewError
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from flashkv.connectors.transformers import (  # noqa: E402
+    BLOCK_TOKENS,
+    PrefixCache,
+    UnsupportedModelError,
+    kv_geometry,
+)
+
+PREFIX_TOKENS = 5 * BLOCK_TOKENS
+PROMPT_TOKENS = PREFIX_TOKENS + 21
+
+
+def config(**changes):
+    values = {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 2048,
+        "eos_token_id": None,
+        "bos_token_id": None,
+        **changes,
+    }
+    return transformers.LlamaConfig(**values)
+
+
+def make_model(seed=0, dtype=None, **changes):
+    """Weights wide enough that greedy text depends on all of the context."""
+    torch.manual_seed(seed)
+    model = transformers.LlamaForCausalLM(config(**changes))
+    for weight in model.parameters():
+        if weight.ndim == 2:
+            torch.nn.init.normal_(weight, std=0.25)
+    return model.to(dtype or torch.float32).eval()
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model()
+
+
+@pytest.fixture
+def prompt():
+    return torch.from_numpy(np.random.default_rng(7).integers(0, 256, (1, PROMPT_TOKENS)))
+
+
+def open_store(path: Path, model, kv_dtype=None, **options):
+    return flashkv.open(
+        path, capacity="64MiB", geometry=kv_geometry(model, kv_dtype), **options
+    )
+
+
+def feed(model, ids, cache):
+    return int(model(input_ids=ids, cache=cache, use_cache=True).logits[0, -1].argmax())
+
+
+def go_on(model, ids, cache, count=24):
+    """Greedy tokens after `ids`, which are computed on top of the cache."""
+    tokens = [feed(model, ids, cache)]
+    while len(tokens) < count:
+        tokens.append(feed(model, torch.tensor([[tokens[-1]]]), cache))
+    return tokens
+
+
+def prefill(prefix, model, prompt):
+    cache = prefix.new_cache()
+    model(input_ids=prompt[:, :PREFIX_TOKENS], cache=cache, use_cache=True)
+    return cache
+
+
+def test_continuation_is_the_same_after_a_reopen(tmp_path, model, prompt):
+    with open_store(tmp_path / "store", model) as store:
+        prefix = PrefixCache(store, model)
+        cache = prefill(prefix, model, prompt)
+        expected_kv = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+        expected = go_on(model, prompt[:, PREFIX_TOKENS:], cache)
+        # The cache holds generated tokens by now; only the tokens given are stored.
+        report = prefix.save(cache, prompt[:, :PREFIX_TOKENS])
+        assert (report.blocks, report.stored, report.present, report.failed) == (5, 5, 0, 0)
+        assert report.tokens == PREFIX_TOKENS
+        assert report.offered_bytes == 2 * 3 * 2 * 16 * 4 * PREFIX_TOKENS
+    with flashkv.open(tmp_path / "store") as store:
+        cache, restored = PrefixCache(store, model).restore(prompt)
+        assert restored == PREFIX_TOKENS
+        assert cache.get_seq_length() == PREFIX_TOKENS
+        for layer, (keys, values) in zip(cache.layers, expected_kv, strict=True):
+            assert torch.equal(layer.keys, keys)
+            assert torch.equal(layer.values, values)
+        assert go_on(model, prompt[:, PREFIX_TOKENS:], cache) == expected
+
+
+def test_a_longer_text_restores_what_it_shares(tmp_path, model, prompt):
+    with open_store(tmp_path / "store", model) as store:
+        prefix = PrefixCache(store, model)
+        prefix.save(prefill(prefix, model, prompt), prompt)
+        other = prompt.clone()
+        other[0, 2 * BLOCK_TOKENS + 5] += 1
+        other[0, 2 * BLOCK_TOKENS + 5] %= 256
+        _, restored = prefix.restore(other)
+        assert restored == 2 * BLOCK_TOKENS
+        longer = torch.cat([prompt[:, :PREFIX_TOKENS], other, other], dim=1)
+        assert prefix.restore(longer)[1] == PREFIX_TOKENS
+        assert prefix.restore(prompt[:, 1:])[1] == 0
+
+
+def test_saving_twice_stores_the_new_tail_only(tmp_path, model, prompt):
+    with open_store(tmp_path / "store", model) as store:
+        prefix = PrefixCache(store, model)
+        cache = prefill(prefix, model, prompt)
+        assert prefix.save(cache, prompt[:, : 3 * BLOCK_TOKENS + 7]).stored == 3
+        report = prefix.save(cache, prompt)
+        assert (report.blocks, report.stored, report.present) == (5, 2, 3)
+
+
+def test_the_last_token_is_left_to_the_model(tmp_path, model, prompt):
+    with open_store(tmp_path / "store", model) as store:
+        prefix = PrefixCache(store, model)
+        prefix.save(prefill(prefix, model, prompt), prompt)
+        assert prefix.restore(prompt[:, :PREFIX_TOKENS])[1] == PREFIX_TOKENS - BLOCK_TOKENS
+        assert prefix.restore(prompt[:, : PREFIX_TOKENS + 1])[1] == PREFIX_TOKENS
+        for count in (0, 1, BLOCK_TOKENS - 1, BLOCK_TOKENS):
+            cache, restored = prefix.restore(prompt[:, :count])
+            assert restored == 0
+            assert cache.get_seq_length() == 0
+
+
+def test_ids_may_be_lists_arrays_or_tensors(tmp_path, model, prompt):
+    with open_store(tmp_path / "store", model) as store:
+        prefix = PrefixCache(store, model)
+        prefix.save(prefill(prefix, model, prompt), prompt[0].tolist())
+        for ids in (prompt[0], prompt.numpy(), prompt[0].numpy().astype(np.int32)):
+            assert prefix.restore(ids)[1] == PREFIX_TOKENS
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float16])
+def test_a_cache_may_be_narrower_than_the_model(tmp_path, model, prompt, cache_dtype):
+    with open_store(tmp_path / "store", model, cache_dtype) as store:
+        prefix = PrefixCache(store, model, kv_dtype=cache_dtype)
+        cache = prefill(prefix, model, prompt)
+        assert cache.layers[0].keys.dtype == cache_dtype
+        expected = go_on(model, prompt[:, PREFIX_TOKENS:], cache)
+        prefix.save(cache, prompt[:, :PREFIX_TOKENS])
+        cache, restored = prefix.restore(prompt)
+        assert restored == PREFIX_TOKENS
+        assert go_on(model, prompt[:, PREFIX_TOKENS:], cache) == expected
+
+
+def hits(store, model, prompt, **identity):
+    return PrefixCache(store, model, **identity).restore(prompt)[1]
+
+
+def test_what_changes_the_numbers_never_meets(tmp_path, model, prompt):
+    with open_store(tmp_path / "store", model) as store:
+        prefix = PrefixCache(store, model, salt=b"tenant a", revision="r1", name="tiny")
+        prefix.save(prefill(prefix, model, prompt), prompt)
+        same = {"salt": b"tenant a", "revision": "r1", "name": "tiny"}
+        assert hits(store, model, prompt, **same) == PREFIX_TOKENS
+        assert hits(store, make_model(), prompt, **same) == PREFIX_TOKENS
+        assert hits(store, model, prompt, **{**same, "salt": b"tenant b"}) == 0
+        assert hits(store, model, prompt, **{**same, "salt": b""}) == 0
+        assert hits(store, model, prompt, **{**same, "revision": "r2"}) == 0
+        assert hits(store, model, prompt, **{**same, "name": "other"}) == 0
+        assert hits(store, model, prompt, **same, adapter="lora-1") == 0
+        assert hits(store, make_model(seed=1), prompt, **same) == 0
+        assert hits(store, make_model(rope_theta=5e5), prompt, **same) == 0
+        assert hits(store, make_model(rms_norm_eps=1e-5), prompt, **same) == 0
+        assert hits(store, make_model(dtype=torch.bfloat16), prompt, kv_dtype=torch.float32) == 0
+
+
+def test_one_changed_weight_matrix_is_another_model(tmp_path, model, prompt):
+    with open_store(tmp_path / "store", model) as store:
+        prefix = PrefixCache(store, model)
+        prefix.save(prefill(prefix, model, prompt), prompt)
+        tuned = make_model()
+        tuned.model.layers[1].mlp.up_proj.weight.mul_(1.01)
+        assert hits(store, tuned, prompt) == 0
+
+
+def test_a_store_of_another_dtype_is_refused(tmp_path, model):
+    with (
+        open_store(tmp_path / "store", model) as store,
+        pytest.raises(GeometryError, match="float32"),
+    ):
+        PrefixCache(store, make_model(dtype=torch.float16))
+
+
+def test_batches_are_refused(tmp_path, model, prompt):
+    with open_store(tmp_path / "store", model) as store:
+        prefix = PrefixCache(store, model)
+        pair = torch.cat([prompt, prompt])
+        cache = prefix.new_cache()
+        model(input_ids=pair, cache=cache, use_cache=True)
+        with pytest.raises(MemoryViewError, match="one sequence"):
+            prefix.restore(pair)
+        with pytest.raises(MemoryViewError, match="batch"):
+            prefix.save(cache, prompt)
+        prefix.save(prefill(prefix, model, prompt), prompt)  # the store is none the worse
+
+
+def test_sliding_windows_are_refused(tmp_path, model):
+    torch.manual_seed(0)
+    values = config().to_dict()
+    for name in ("model_type", "architectures", "transformers_version", "dtype"):
+        values.pop(name, None)
+    sliding = transformers.MistralForCausalLM(
+        transformers.MistralConfig(**values, sliding_window=128)
+    )
+    with (
+        open_store(tmp_path / "store", model) as store,
+        pytest.raises(UnsupportedModelError, match="layer 0"),
+    ):
+        PrefixCache(store, sliding)
+
+
+def test_a_foreign_cache_is_refused(tmp_path, model, prompt):
+    with open_store(tmp_path / "store", model) as store:
+        prefix = PrefixCache(store, model)
+        static = transformers.StaticCache(config=model.config, max_cache_len=512)
+        with pytest.raises(UnsupportedModelError, match="StaticLayer"):
+            prefix.save(static, prompt)
+
+
+def test_an_empty_cache_stores_nothing(tmp_path, model, prompt):
+    with open_store(tmp_path / "store", model) as store:
+        prefix = PrefixCache(store, model)
+        assert prefix.save(prefix.new_cache(), prompt).blocks == 0
+        assert store.stats().blocks == 0
