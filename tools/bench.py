@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -58,7 +59,7 @@ Backend = Annotated[str, typer.Option(help=f"I/O backend of the store: {', '.joi
 
 
 @app.command("io")
-def io_command(  # noqa: PLR0917  (typer's parameters are options, none is positional)
+def io_command(
     json_file: Json = None,
     quick: Annotated[bool, typer.Option(help="256 MiB a pass: well under 90 s in all.")] = False,
     pairs: Annotated[int, typer.Option(min=PAIRS_MIN, help="Pairs of store and fio.")] = PAIRS_MIN,
@@ -101,7 +102,7 @@ def open_command(
     except (flashkv.FlashKVError, BenchError, OSError) as error:
         fail(str(error))
     write_json(json_file, figures)
-    table = Table("", "value")
+    table = Table("", "value", box=box.SIMPLE)
     for key in ("blocks", "open_s", "index_bytes_per_block", "contains_one_us"):
         table.add_row(key, f"{figures[key]:,.3f}".removesuffix(".000"))
     console.print(table)
@@ -152,7 +153,10 @@ def write_json(file: Path | None, figures: Mapping[str, Any]) -> None:
 
 def io_table(figures: Mapping[str, Any]) -> Table:
     """Ratios with their spread, both sides' speed and processor time."""
-    table = Table("", "ratio", "q1..q3", "store MB/s", "fio MB/s", "store cpu s/GB", "fio cpu s/GB")
+    table = Table(box=box.SIMPLE, padding=0, collapse_padding=True)
+    table.add_column("store beside fio", no_wrap=True)
+    for title in ("ratio", "q1..q3", "MB/s", "fio", "cpu s/GB", "fio"):
+        table.add_column(title, justify="right", no_wrap=True)
     for key, (ours, theirs) in RATIOS.items():
         around = figures["spread"][key]
         speed, cpu = figures["bytes_per_s"], figures["cpu_s_per_gb"]

@@ -208,7 +208,7 @@ def _store_facts(opaque: BlockSet, real: BlockSet) -> dict[str, Any]:
     facts = {name: opaque.stats[name] for name in ("backend", "direct_io", "code_paths")}
     facts["segment_bytes"] = opaque.settings.options("raw").segment_bytes
     facts["real_kv_block_bytes"] = real.block_bytes
-    facts["real_kv_compression_ratio"] = real.bytes / max(1, real.stats["record_bytes_written"])
+    facts["real_kv_compression_ratio"] = real.stats["compression"]
     return facts
 
 
