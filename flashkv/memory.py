@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from flashkv.arrays import (
     ArrayInfo,
     array_info,
+    contiguous,
     is_array,
     is_buffer,
     overlaps,
@@ -185,7 +186,8 @@ def _from_pointers(
         raise ReadOnlyDestinationError("the destination's addresses are marked read-only")
     pointers = np.ascontiguousarray(addresses).astype(np.uint64, copy=False)
     if destination:
-        _check_distinct(pointers[:, 0])
+        for region, region_bytes in enumerate(view.region_bytes.tolist()):
+            _check_apart(pointers[:, region], region_bytes)
     return BlockMemory(pointers, view, (data, pointers))
 
 
@@ -233,9 +235,15 @@ def _checked_rows(rows: Any, count: int, *, destination: bool) -> NDArray[np.int
     return array
 
 
-def _check_distinct(addresses: NDArray[Any]) -> None:
-    if np.unique(addresses).size != addresses.size:
-        raise MemoryViewError("two blocks have the same destination")
+def _check_apart(addresses: NDArray[Any], block_bytes: int) -> None:
+    """Blocks of so many contiguous bytes (1: not contiguous) must not share any as destinations."""
+    gaps = np.diff(np.sort(addresses))
+    if gaps.size and int(gaps.min()) < block_bytes:
+        raise MemoryViewError(
+            "two blocks have the same destination, or overlapping ones",
+            value=f"{int(gaps.min())} bytes from one to the next",
+            limit=f"at least {block_bytes}",
+        )
 
 
 def _listed(
@@ -247,7 +255,8 @@ def _listed(
         return None
     info, addresses[:] = same_layout(items)
     if destination:
-        _check_distinct(addresses)
+        packed = contiguous(info.shape, info.strides, info.item_bytes)
+        _check_apart(addresses, info.nbytes if packed else 1)
         if overlaps(info.shape, info.strides, info.item_bytes):
             raise MemoryViewError("elements of a destination share memory", value=info.strides)
     return info
