@@ -7,14 +7,17 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flashkv.errors import MemoryViewError
+from flashkv.native import ffi
+
+_ADDRESS: Final = ffi.typeof("uintptr_t")
 
 
 class ArrayInfo(NamedTuple):
@@ -125,21 +128,49 @@ def _torch_info(tensor: Any) -> ArrayInfo:
     )
 
 
-def same_layout(items: Sequence[Any]) -> tuple[ArrayInfo, NDArray[np.int64]]:
-    """Layout that all items share, and their addresses. Raises MemoryViewError if one differs."""
+def same_layout(items: Sequence[Any]) -> tuple[ArrayInfo, NDArray[np.int64], list[Any]]:
+    """(layout that all items share, their addresses, what holds buffers in place).
+
+    Raises MemoryViewError where one differs.
+    """
     first = array_info(items[0])
     addresses = np.empty(len(items), np.int64)
-    expected = first[1:]
+    alike = _likeness(items[0])
+    held = []
     for position, item in enumerate(items):
+        if alike is not None and alike(item):
+            buffer = ffi.from_buffer(item)
+            held.append(buffer)
+            addresses[position] = int(ffi.cast(_ADDRESS, buffer))
+            continue
         info = array_info(item)
-        if info[1:] != expected:
+        if info[1:] != first[1:]:
             raise MemoryViewError(
                 f"block {position} has another shape, stride, dtype or access than block 0",
                 value=f"{info.describe()}, strides {info.strides}",
                 limit=f"{first.describe()}, strides {first.strides}",
             )
         addresses[position] = info.address
-    return first, addresses
+    return first, addresses, held
+
+
+def _likeness(first: Any) -> Callable[[Any], bool] | None:
+    """A quick test for "laid out as the first item" where it and an address come cheaply."""
+    kind = type(first)
+    if kind in (bytes, bytearray):
+        size = len(first)
+        return lambda item: type(item) is kind and len(item) == size
+    if kind is np.ndarray and first.dtype.isbuiltin == 1 and first.flags.c_contiguous:
+        shape, strides, dtype = first.shape, first.strides, first.dtype
+        writable = first.flags.writeable
+        return lambda item: (
+            type(item) is np.ndarray
+            and item.shape == shape
+            and item.strides == strides
+            and item.dtype == dtype
+            and item.flags.writeable == writable
+        )
+    return None
 
 
 def contiguous(shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> bool:

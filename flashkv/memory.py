@@ -112,14 +112,14 @@ def block_memory(
         packed = opaque_or_packed_view(geometry, group, view, room, selection)
         return _from_pointers(data, count, packed, destination=destination)
     data, keepalive, finish = staged(_as_regions(data, region_count), destination=destination)
-    infos, pointers = _addresses(data, count, region_count, destination=destination)
+    infos, pointers, held = _addresses(data, count, region_count, destination=destination)
     if count == 0:
         native = packed_view(geometry, group, view, room or 1, selection)
     else:
         native = view_of_arrays(
             geometry, group, view, infos=tuple(infos), block_tokens=room, selection=selection
         )
-    return BlockMemory(pointers, native, keepalive, finish)
+    return BlockMemory(pointers, native, (keepalive, held), finish)
 
 
 def token_counts(tokens: Any, count: int, block_tokens: int) -> NDArray[np.uint16]:
@@ -193,14 +193,17 @@ def _from_pointers(
 
 def _addresses(
     data: Regions, count: int, region_count: int, *, destination: bool
-) -> tuple[list[ArrayInfo], NDArray[np.uint64]]:
-    """Layout of a block in each region (without the row axis), and all addresses."""
+) -> tuple[list[ArrayInfo], NDArray[np.uint64], list[Any]]:
+    """(layout of a block in each region without the row axis, addresses, what to keep alive)."""
     rows = _checked_rows(data.rows, count, destination=destination)
     pointers = np.empty((count, region_count), np.int64)
     infos = []
-    for region, tensor in enumerate(data.tensors):
+    held: list[Any] = list(data.tensors)
+    for region, tensor in enumerate(held[:]):
         if isinstance(tensor, (list, tuple)):
-            info = _listed(tensor, count, pointers[:, region], destination=destination)
+            blocks = tuple(tensor)  # the caller's list may change
+            info, buffers = _listed(blocks, count, pointers[:, region], destination=destination)
+            held += [blocks, buffers]
         elif is_array(tensor):
             whole = array_info(tensor)
             info = _stacked(whole, data.row_axis, rows, count, pointers[:, region])
@@ -218,7 +221,7 @@ def _addresses(
                 "the destination can't be written", value=f"a read-only {info.describe()}"
             )
         infos.append(info._replace(address=0))  # layouts are equal wherever they lie
-    return infos, pointers.view(np.uint64)
+    return infos, pointers.view(np.uint64), held
 
 
 def _checked_rows(rows: Any, count: int, *, destination: bool) -> NDArray[np.int64] | None:
@@ -248,18 +251,19 @@ def _check_apart(addresses: NDArray[Any], block_bytes: int) -> None:
 
 def _listed(
     items: Sequence[Any], count: int, addresses: NDArray[np.int64], *, destination: bool
-) -> ArrayInfo | None:
+) -> tuple[ArrayInfo | None, list[Any]]:
+    """(layout of a block, what holds the buffers in place)."""
     if len(items) != count:
         raise MemoryViewError("keys and blocks differ in number", value=len(items), limit=count)
     if count == 0:
-        return None
-    info, addresses[:] = same_layout(items)
+        return None, []
+    info, addresses[:], held = same_layout(items)
     if destination:
         packed = contiguous(info.shape, info.strides, info.item_bytes)
         _check_apart(addresses, info.nbytes if packed else 1)
         if overlaps(info.shape, info.strides, info.item_bytes):
             raise MemoryViewError("elements of a destination share memory", value=info.strides)
-    return info
+    return info, held
 
 
 def _stacked(
