@@ -232,11 +232,6 @@ class Index:
 
     # ---- looking up ----
 
-    @staticmethod
-    def digests(space: Any, keys: Keys) -> NDArray[np.uint8]:
-        """Digests of keys in a keyspace (fkv_keyspace *): uint8[N, 16]."""
-        return keys.digests(space)
-
     def lookup(self, digests: NDArray[np.uint8], *, pin: bool = False) -> NDArray[Any]:
         """Places of blocks: PLACE[N]; record is NONE where there is none. pin: until unpin()."""
         places = np.empty(len(digests), PLACE)
