@@ -64,27 +64,30 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 
 def address(array: npt.NDArray[Any]) -> int:
-    """Address of an array's first byte."""
-    return int(array.ctypes.data)
+    """Address of the first byte of a C-contiguous array."""
+    return int(ffi.cast("uintptr_t", ffi.from_buffer(array)))
+
+
+@cache
+def _array_type(ctype: str) -> tuple[Any, int]:
+    """("fkv_place[]", size of its items; 0 where any array may be seen as such)."""
+    item = ffi.typeof(ctype).item
+    size = int(ffi.sizeof(item)) if item.kind == "struct" else 0
+    return ffi.typeof(ffi.getctype(item, "[]")), size
 
 
 def pointer(array: npt.NDArray[Any] | None, ctype: str) -> Any:
-    """Pointer of cffi type `ctype` ("fkv_place *") to a C-contiguous array's memory; None: NULL.
+    """cffi pointer of type `ctype` ("fkv_place *") to a C-contiguous array; None becomes NULL.
 
     Raises ValueError where the array is not contiguous, or where its items are structures of
     another size.
     """
     if array is None:
         return ffi.NULL
-    if not array.flags.c_contiguous:
-        raise ValueError("the array is not C-contiguous")
-    if array.dtype.names is not None:
-        item = ffi.typeof(ctype).item
-        if item.kind == "struct" and ffi.sizeof(item) != array.dtype.itemsize:
-            raise ValueError(
-                f"items of {array.dtype.itemsize} bytes, {ctype} needs {ffi.sizeof(item)}"
-            )
-    return ffi.cast(ctype, address(array))
+    kind, size = _array_type(ctype)
+    if size and array.dtype.itemsize != size and array.dtype.names is not None:
+        raise ValueError(f"items of {array.dtype.itemsize} bytes, {ctype} needs {size}")
+    return ffi.from_buffer(kind, array)  # some ten times faster than array.ctypes
 
 
 def aligned_array(length_bytes: int) -> npt.NDArray[np.uint8]:
