@@ -17,7 +17,7 @@ import os
 import struct
 import uuid
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,6 +31,7 @@ from flashkv.native import dtype_of, ffi, lib
 SUPERBLOCKS: Final = ("superblock.a", "superblock.b")
 SUPER_MAGIC: Final = b"FKVSUPER"
 SEGMENTS: Final = "segments"
+NEW_LOG: Final = "manifest.new"
 KILL: Final = dtype_of("fkv_manifest_kill")
 _ENTRY_BYTES: Final = int(ffi.sizeof("fkv_manifest_entry"))
 _CRC_FIELD: Final = struct.Struct("<I")
@@ -170,6 +171,7 @@ class Manifest:
         self._ordinal = 0
         self._length = 0
         self._checkpoint_length = 0
+        self._uncertain = False
 
     # ---- creation ----
 
@@ -224,7 +226,8 @@ class Manifest:
         data = b"".join(self._encode(kind, payload) for kind, payload in entries)
         if not data:
             return
-        if self._length > 4 * limits.MIB and self._length > 4 * self._checkpoint_length:
+        long = self._length > 4 * limits.MIB and self._length > 4 * self._checkpoint_length
+        if long or self._uncertain:
             self.checkpoint()  # the state has these entries already
             return
         try:
@@ -247,8 +250,8 @@ class Manifest:
     def checkpoint(self) -> None:
         """Writes the state into a log of its own and lets a superblock point to it.
 
-        Raises StoreError where the folder can't be written; then the log before still rules on
-        flash.
+        Raises StoreError where the folder can't be written. Which log rules on flash is uncertain
+        then, so nothing is appended to either: the next entry tries again.
         """
         block = self.superblock
         generation = block.manifest_generation + 1
@@ -257,13 +260,16 @@ class Manifest:
         data = b"".join(
             self._encode(kind, payload) for kind, payload in self._state_entries(generation)
         )
+        new = self.folder / NEW_LOG
+        self._uncertain = True
         try:
             fd = os.open(
-                path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644
+                new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644
             )
             try:
                 _write_all(fd, data)
                 os.fsync(fd)
+                new.rename(path)  # a log of this name, of a try that failed, was whole as well
                 sync_folder(self.folder)
                 self._point_to(generation)
             except OSError:
@@ -271,6 +277,7 @@ class Manifest:
                 raise
         except OSError as error:
             raise StoreError(f"can't write the manifest {path.name}: {error}") from error
+        self._uncertain = False
         self.close()
         self._fd = fd
         self._length = self._checkpoint_length = len(data)
@@ -375,12 +382,23 @@ def read_superblock(folder: Path) -> Superblock:
         if block is not None:
             found.append(block)
     if found:
-        return max(found, key=lambda block: block.generation)
+        block = max(found, key=lambda block: block.generation)
+        return block if len(found) == len(SUPERBLOCKS) else _with_last_log(folder, block)
     if not present and not (folder / SEGMENTS).exists():
         raise NotAStoreError(
             f"{folder} holds no superblock", advice="give the folder of a flashkv store"
         )
     raise SuperblockError(f"both superblocks of {folder} are damaged or missing")
+
+
+def _with_last_log(folder: Path, block: Superblock) -> Superblock:
+    """The block, or where a log follows its own, with that log.
+
+    The other superblock is lost. If it was the ruling one, it named a log that is whole; without
+    that log deleted blocks would come back.
+    """
+    later = replace(block, manifest_generation=block.manifest_generation + 1)
+    return later if read_state(folder, later)[1] else block
 
 
 def read_state(folder: Path, superblock: Superblock) -> tuple[ManifestState, bool]:
