@@ -44,12 +44,13 @@ static uint32_t walk_vectors(walk *w, const uint32_t index[4], uint32_t inner)
     uint32_t plane = index[FKV_AXIS_PLANE], layer = index[FKV_AXIS_LAYER],
              head = index[FKV_AXIS_HEAD];
     const fkv_plane_row *row = &r->geometry->planes[plane];
-    if (layer >= row->layers || head >= row->heads) return 1;
+    if (layer >= row->layers || head >= row->heads)
+        return inner == FKV_AXIS_TOKEN ? r->token_count : 1;
     uint32_t entry = w->entry_first[plane] + layer, token = index[FKV_AXIS_TOKEN], vectors = 1;
     const fkv_place_in_memory *from = &r->stored[entry], *to = &r->view->entries[entry];
     int64_t bytes = row->vector_bytes;
     uint64_t address = fkv_vector(r->view, w->pointers, entry, head, token);
-    if (!address) return 1;
+    if (!address) return inner == FKV_AXIS_TOKEN ? r->token_count - token : 1;
     if (inner == FKV_AXIS_TOKEN && from->token_stride == bytes && to->token_stride == bytes)
         vectors = r->token_count - token;
     else if (inner == FKV_AXIS_HEAD && from->head_stride == bytes && to->head_stride == bytes
@@ -60,6 +61,21 @@ static uint32_t walk_vectors(walk *w, const uint32_t index[4], uint32_t inner)
                          + (int64_t)(token + r->first_token) * from->token_stride),
               address, (uint64_t)bytes * vectors);
     return vectors;
+}
+
+/* The first place from `at` on along an axis where something is wanted. */
+static uint32_t walk_next(const walk *w, uint32_t axis, uint32_t at)
+{
+    const fkv_view *view = w->runs->view;
+    const fkv_geometry *g = w->runs->geometry;
+    for (; at < w->counts[axis]; at++) {
+        if (axis == FKV_AXIS_HEAD && view->head_slots && view->head_slots[at] < 0) continue;
+        if (axis != FKV_AXIS_LAYER) break;
+        for (uint32_t p = 0; p < g->plane_count; p++)
+            if (at < g->planes[p].layers && view->entries[w->entry_first[p] + at].region >= 0)
+                return at;
+    }
+    return at;
 }
 
 void fkv_runs_each(const fkv_runs *runs, const uint64_t *pointers, fkv_run_fn emit, void *context)
@@ -80,9 +96,13 @@ void fkv_runs_each(const fkv_runs *runs, const uint64_t *pointers, fkv_run_fn em
     const uint8_t *axes = runs->order->axes;
     uint32_t index[4] = {0}, *i0 = &index[axes[0]], *i1 = &index[axes[1]], *i2 = &index[axes[2]],
              *i3 = &index[axes[3]];
-    for (*i0 = 0; *i0 < w.counts[axes[0]]; ++*i0)
-        for (*i1 = 0; *i1 < w.counts[axes[1]]; ++*i1)
-            for (*i2 = 0; *i2 < w.counts[axes[2]]; ++*i2)
-                for (*i3 = 0; *i3 < w.counts[axes[3]];) *i3 += walk_vectors(&w, index, axes[3]);
+#define EACH(i, axis)                                                                              \
+    for (*(i) = walk_next(&w, (axis), 0); *(i) < w.counts[axis];                                   \
+         *(i) = walk_next(&w, (axis), *(i) + 1))
+    EACH(i0, axes[0])
+    EACH(i1, axes[1])
+    EACH(i2, axes[2])
+    for (*i3 = 0; *i3 < w.counts[axes[3]];) *i3 += walk_vectors(&w, index, axes[3]);
+#undef EACH
     if (w.length) emit(context, w.stored, w.memory, w.length);
 }

@@ -9,14 +9,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-static bool selects_all(const fkv_read_batch *batch)
-{
-    if (batch->view->head_slots) return false;
-    for (uint32_t i = 0; i < batch->view->entry_count; i++)
-        if (batch->view->entries[i].region < 0) return false;
-    return true;
-}
-
 /* A single block that is the whole record, raw, page-aligned: its bytes can land in place before
  * its header is known. */
 static uint8_t *first_direct(const fkv_reading *reading, uint64_t *bytes)
@@ -53,7 +45,7 @@ void fkv_extents_first(fkv_reading *reading)
         extent->direct_bytes = bytes / FKV_PAGE_BYTES * FKV_PAGE_BYTES;
         extent->page_count = payload;
         extent->want = r->first_want;
-    } else if (selects_all(batch)) {
+    } else if (reading->job->selects_all) {
         for (uint32_t i = 0; i < r->want_count; i++) {
             const fkv_read_want *w = fkv_want_at(reading, r->first_want + i);
             tokens += w->token_count ? w->token_count : r->record_tokens / r->record_blocks;
@@ -137,6 +129,43 @@ static bool issue_direct(fkv_reading *reading, uint32_t row, uint64_t offset, ui
         fkv_extent_issue(extent);
     }
     return true;
+}
+
+static void need_stripes(fkv_reading *reading, uint32_t from, uint32_t to)
+{
+    const fkv_stripe *stripes = reading->header->stripes;
+    for (uint32_t i = from; i < to; i++)
+        if (fkv_stripe_wanted(reading, &stripes[i])) reading->needed[stripes[i].page] = 1;
+}
+
+/* Pages of the wanted layers' and heads' stripes. */
+static void need_coded(fkv_reading *reading)
+{
+    const fkv_header *h = reading->header;
+    const fkv_view *view = reading->job->batch->view;
+    uint32_t entry = 0, rest = h->stream_count + 1;
+    for (uint32_t p = 0; p < h->geometry.plane_count; p++) {
+        const fkv_plane_row *plane = &h->geometry.planes[p];
+        for (uint32_t layer = 0; layer < plane->layers; layer++, entry++) {
+            if (view->entries[entry].region < 0) continue;
+            for (uint32_t head = 0; head < plane->heads; head++) {
+                if (view->head_slots && view->head_slots[head] < 0) continue;
+                const uint32_t *stripes = &h->stream_stripes[h->entry_streams[entry] + head];
+                need_stripes(reading, stripes[0], stripes[1]);
+                need_stripes(reading, stripes[rest], stripes[rest + 1]);
+            }
+        }
+    }
+}
+
+/* The stored form of most blocks, once for all wants of the record. */
+static void note_stored(fkv_reading *reading)
+{
+    const fkv_header *h = reading->header;
+    fkv_order_row order = h->order;
+    order.block_tokens = reading->stored_tokens = h->blocks[0].tokens;
+    reading->stored = malloc(fkv_geometry_entries(&h->geometry) * sizeof *reading->stored);
+    if (reading->stored) fkv_view_fill(&h->geometry, &order, 0, reading->stored, NULL);
 }
 
 static void need_raw(fkv_reading *reading, const fkv_extent *have)
@@ -226,13 +255,13 @@ void fkv_extents_rest(fkv_reading *reading, fkv_extent *have)
         return;
     }
     if (h->fixed.codec == FKV_CODEC_RAW) {
+        note_stored(reading);
         if (!h->inline_payload) need_raw(reading, have);
     } else if (!map_tokens(reading)) {
         fkv_reading_fail(reading, FKV_NO_MEMORY);
         return;
     } else {
-        for (uint64_t i = 0; i < h->stripe_count; i++)
-            if (fkv_stripe_wanted(reading, &h->stripes[i])) reading->needed[h->stripes[i].page] = 1;
+        need_coded(reading);
     }
     uint32_t have_pages = have ? have->page_count : 0;
     issue_needed(reading, have_pages);

@@ -27,16 +27,12 @@ static bool page_good(const fkv_extent *extent, uint32_t page)
 
 /* ---- raw ---- */
 
-bool fkv_raw_block_place(const fkv_reading *reading, const fkv_read_want *want, uint64_t *offset,
+void fkv_raw_block_place(const fkv_reading *reading, const fkv_read_want *want, uint64_t *offset,
                          uint64_t *bytes)
 {
     const fkv_header *h = reading->header;
-    bool aligned = h->fixed.flags & FKV_RECORD_ALIGNED;
-    *offset = 0;
-    for (uint32_t i = 0; i < want->ordinal; i++)
-        *offset += fkv_raw_stride(fkv_block_bytes(&h->geometry, h->blocks[i].tokens), aligned);
+    *offset = h->block_offsets[want->ordinal];
     *bytes = fkv_block_bytes(&h->geometry, h->blocks[want->ordinal].tokens);
-    return aligned;
 }
 
 static bool runs_with(const fkv_reading *reading, const fkv_read_want *want,
@@ -44,14 +40,19 @@ static bool runs_with(const fkv_reading *reading, const fkv_read_want *want,
                       fkv_run_fn emit, void *context)
 {
     const fkv_read_batch *batch = reading->job->batch;
-    fkv_place_in_memory *stored = malloc(fkv_geometry_entries(batch->geometry) * sizeof *stored);
-    if (!stored) return false;
+    fkv_place_in_memory *own = NULL;
+    const fkv_place_in_memory *stored = reading->stored;
     fkv_order_row row = *order;
     row.block_tokens = block_tokens;
-    fkv_view_fill(batch->geometry, &row, 0, stored, NULL);
+    if (!stored || reading->stored_tokens != block_tokens) {
+        own = malloc(fkv_geometry_entries(batch->geometry) * sizeof *own);
+        if (!own) return false;
+        fkv_view_fill(batch->geometry, &row, 0, own, NULL);
+        stored = own;
+    }
     fkv_runs runs = {batch->geometry, &row, stored, batch->view, want->first_token, token_count};
     fkv_runs_each(&runs, fkv_want_pointers(reading, want), emit, context);
-    free(stored);
+    free(own);
     return true;
 }
 
@@ -82,6 +83,7 @@ uint8_t *fkv_raw_direct(const fkv_reading *reading, const fkv_read_want *want,
 {
     single_run s = {0};
     uint32_t alignment = reading->job->engine->options.memory_alignment;
+    if (!reading->job->selects_all) return NULL;
     if (!alignment || want->first_token || (want->token_count && want->token_count != block_tokens))
         return NULL;
     if (block_bytes < FKV_PAGE_BYTES) return NULL;

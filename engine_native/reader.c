@@ -181,7 +181,8 @@ static void extent_ready(fkv_pool_waiter *waiter, uint8_t *buffer)
     op->owner = extent;
     if (extent->direct) {
         if (head) op->iov[op->iov_count++] = (struct iovec){buffer, head};
-        op->iov[op->iov_count++] = (struct iovec){extent->direct, extent->direct_bytes};
+        if (extent->direct_bytes)
+            op->iov[op->iov_count++] = (struct iovec){extent->direct, extent->direct_bytes};
         if (payload > extent->direct_bytes)
             op->iov[op->iov_count++] =
                 (struct iovec){buffer + head, payload - extent->direct_bytes};
@@ -226,6 +227,14 @@ void fkv_extent_issue(fkv_extent *extent)
 
 /* ---- the batch ---- */
 
+static bool selects_all(const fkv_read_batch *batch)
+{
+    if (batch->view->head_slots) return false;
+    for (uint32_t i = 0; i < batch->view->entry_count; i++)
+        if (batch->view->entries[i].region < 0) return false;
+    return true;
+}
+
 static void reading_begin(fkv_reading *reading)
 {
     const fkv_read_record *r = reading->request;
@@ -245,12 +254,17 @@ static void reading_free(fkv_reading *reading)
     }
     fkv_header_release(reading->header);
     free(reading->token_wants), free(reading->wanted_before), free(reading->needed);
+    free(reading->stored);
 }
 
 void fkv_read(fkv_engine *engine, const fkv_read_batch *batch)
 {
-    fkv_read_job job = {engine, batch, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER,
-                        batch->record_count};
+    fkv_read_job job = {.engine = engine,
+                        .batch = batch,
+                        .lock = PTHREAD_MUTEX_INITIALIZER,
+                        .done = PTHREAD_COND_INITIALIZER,
+                        .open_records = batch->record_count,
+                        .selects_all = selects_all(batch)};
     fkv_reading *readings = calloc(batch->record_count ? batch->record_count : 1, sizeof *readings);
     for (uint64_t i = 0; i < batch->want_count; i++)
         batch->wants[i].status = readings ? FKV_OK : FKV_NO_MEMORY;

@@ -22,6 +22,7 @@ typedef struct {
     pthread_mutex_t lock;
     pthread_cond_t done;
     uint64_t open_records;
+    bool selects_all; /* every layer and head is wanted */
 } fkv_read_job;
 
 typedef struct fkv_extent fkv_extent;
@@ -30,10 +31,12 @@ typedef struct {
     const fkv_read_record *request;
     fkv_header *header;
     _Atomic uint32_t open;
-    fkv_extent *extents;     /* all of them, to be freed at the end */
-    int32_t *token_wants;    /* coded: [tokens]: row of wants that takes the token, or -1 */
-    uint16_t *wanted_before; /* coded: [tokens + 1]: wanted tokens before */
-    uint8_t *needed;         /* [payload pages] */
+    fkv_extent *extents;         /* all of them, to be freed at the end */
+    int32_t *token_wants;        /* coded: [tokens]: row of wants that takes the token, or -1 */
+    uint16_t *wanted_before;     /* coded: [tokens + 1]: wanted tokens before */
+    uint8_t *needed;             /* [payload pages] */
+    fkv_place_in_memory *stored; /* raw: where vectors lie in a block of stored_tokens tokens */
+    uint32_t stored_tokens;
 } fkv_reading;
 
 struct fkv_extent {
@@ -75,7 +78,7 @@ void fkv_extents_first(fkv_reading *reading);
 void fkv_extents_rest(fkv_reading *reading, fkv_extent *have);
 
 /* place.c */
-bool fkv_raw_block_place(const fkv_reading *reading, const fkv_read_want *want, uint64_t *offset,
+void fkv_raw_block_place(const fkv_reading *reading, const fkv_read_want *want, uint64_t *offset,
                          uint64_t *bytes);
 /* Where a whole raw block can land without a copy: its address, else NULL. */
 uint8_t *fkv_raw_direct(const fkv_reading *reading, const fkv_read_want *want,

@@ -163,11 +163,15 @@ static bool decode_raw(fkv_header *h, const tlv_view *t)
         seen |= 1u << h->order.axes[i];
     }
     uint64_t bytes = 0, logical = 0;
+    h->block_offsets = malloc((h->fixed.block_count + 1u) * sizeof *h->block_offsets);
+    if (!h->block_offsets) return false;
     for (uint32_t i = 0; i < h->fixed.block_count; i++) {
         uint64_t block = fkv_block_bytes(&h->geometry, h->blocks[i].tokens);
+        h->block_offsets[i] = bytes;
         bytes += fkv_raw_stride(block, h->fixed.flags & FKV_RECORD_ALIGNED);
         logical += block;
     }
+    h->block_offsets[h->fixed.block_count] = bytes;
     if (seen != 15 || logical != h->fixed.logical_bytes || bytes != h->fixed.payload_bytes)
         return false;
     if (h->fixed.flags & FKV_RECORD_INLINE) {
@@ -247,21 +251,28 @@ static bool decode_stripes(fkv_header *h, const tlv_view *t, uint64_t full_total
         .h = h, .rows = t[FKV_TLV_STRIPES].data, .count = t[FKV_TLV_STRIPES].length / 4};
     if (t[FKV_TLV_STRIPES].length % 4 || h->fixed.tokens > 0xFFFF || full_total > w.count)
         return false;
+    uint32_t streams = h->stream_count;
     h->stripes = malloc(w.count * sizeof *h->stripes);
-    uint32_t *first = calloc(h->stream_count, sizeof *first);
-    bool good = h->stripes && first;
-    for (uint32_t s = 0; good && s < h->stream_count; s++) {
+    h->stream_stripes = malloc((2ul * streams + 2) * sizeof *h->stream_stripes);
+    uint32_t *first = calloc(streams, sizeof *first);
+    bool good = h->stripes && h->stream_stripes && first;
+    for (uint32_t s = 0; good && s < streams; s++) {
         fkv_stream_row row;
         memcpy(&row, h->bytes + h->stream_offsets[s], sizeof row);
+        h->stream_stripes[s] = (uint32_t)w.next;
         for (uint32_t i = 0; good && i < row.full_stripes; i++)
             good = stripe_next(&w, s, &first[s], true);
     }
+    if (good) h->stream_stripes[streams] = (uint32_t)w.next;
     bool opened = false;
-    for (uint32_t s = 0; good && s < h->stream_count; s++)
+    for (uint32_t s = 0; good && s < streams; s++) {
+        h->stream_stripes[streams + 1 + s] = (uint32_t)w.next;
         while (good && first[s] < h->fixed.tokens) {
             good = stripe_next(&w, s, &first[s], !opened);
             opened = true;
         }
+    }
+    if (good) h->stream_stripes[2 * streams + 1] = (uint32_t)w.next;
     free(first);
     h->stripe_count = w.next;
     return good && w.next == w.count && w.page == h->payload_pages;
@@ -297,6 +308,13 @@ uint32_t fkv_header_peek(const uint8_t *page, uint32_t page_number)
     return f.header_pages;
 }
 
+/* What decoding allocated. */
+static void free_parts(fkv_header *h)
+{
+    free(h->key_offsets), free(h->block_offsets), free(h->entry_streams);
+    free(h->stream_offsets), free(h->stream_entries), free(h->stripes), free(h->stream_stripes);
+}
+
 fkv_header *fkv_header_parse(const uint8_t *bytes, uint64_t length, const uint8_t *segment_uuid,
                              uint64_t epoch, uint32_t page)
 {
@@ -318,8 +336,8 @@ fkv_header *fkv_header_parse(const uint8_t *bytes, uint64_t length, const uint8_
         if (h->fixed.reserved[i]) goto refuse;
     h->payload_pages = h->fixed.pages - h->fixed.header_pages;
     if (!decode(h)) goto refuse;
-    h->bytes_total = (uint32_t)(sizeof *h + length + h->fixed.block_count * 4 + h->stream_count * 6
-                                + h->stripe_count * sizeof(fkv_stripe));
+    h->bytes_total = (uint32_t)(sizeof *h + length + h->fixed.block_count * 12
+                                + h->stream_count * 14 + h->stripe_count * sizeof(fkv_stripe));
     return h;
 refuse:
     fkv_header_release(h);
@@ -334,8 +352,9 @@ void fkv_header_retain(fkv_header *h)
 void fkv_header_release(fkv_header *h)
 {
     if (!h || atomic_fetch_sub_explicit(&h->references, 1, memory_order_acq_rel) != 1) return;
-    free(h->bytes), free(h->key_offsets), free(h->entry_streams), free(h->stream_offsets);
-    free(h->stream_entries), free(h->stripes), free(h);
+    free_parts(h);
+    free(h->bytes);
+    free(h);
 }
 
 /* ---- for tools ---- */
@@ -373,7 +392,6 @@ int64_t fkv_header_stripes(const uint8_t *header, uint64_t length, fkv_stripe *s
     bool good = (uint64_t)h.fixed.header_pages * FKV_PAGE_BYTES <= length && decode(&h);
     int64_t count = good ? (int64_t)h.stripe_count : -1;
     for (uint64_t i = 0; good && i < h.stripe_count && i < room; i++) stripes[i] = h.stripes[i];
-    free(h.key_offsets), free(h.entry_streams), free(h.stream_offsets), free(h.stream_entries),
-        free(h.stripes);
+    free_parts(&h);
     return count;
 }

@@ -32,7 +32,8 @@ typedef struct fkv_header {
     fkv_order_row order;
     uint8_t *bytes; /* the header's pages */
     const fkv_block_row *blocks;
-    uint32_t *key_offsets; /* [block_count], into bytes */
+    uint32_t *key_offsets;   /* [block_count], into bytes */
+    uint64_t *block_offsets; /* raw: [block_count + 1], where each block begins in the payload */
     const uint32_t *page_crcs;
     uint32_t payload_pages;
     const uint8_t *inline_payload;
@@ -42,6 +43,9 @@ typedef struct fkv_header {
     uint16_t *stream_entries; /* [stream_count]: (plane, layer) of each stream */
     fkv_stripe *stripes;
     uint64_t stripe_count;
+    /* [2 * stream_count + 2]: a stream's full stripes are [first[s], first[s + 1]), its others
+     * [first[n + 1 + s], first[n + 2 + s]), n being stream_count. */
+    uint32_t *stream_stripes;
 } fkv_header;
 
 /* Checks and decodes; NULL where anything is wrong (or memory is out). `bytes` is copied. */
