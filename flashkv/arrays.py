@@ -185,6 +185,8 @@ def contiguous(shape: Sequence[int], strides: Sequence[int], item_bytes: int) ->
 
 def overlaps(shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> bool:
     """Whether elements may share memory: some axis steps by less than what lies inside it."""
+    if 0 in shape:
+        return False  # NumPy gives empty arrays strides of zero
     span = item_bytes
     axes = sorted(
         (abs(stride), size) for size, stride in zip(shape, strides, strict=True) if size > 1
