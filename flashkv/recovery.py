@@ -145,9 +145,9 @@ class Recovery:
         sealed = found is not None
         if found is None:
             found = self._scanned(segment, path)
-        found = _without_retired(found, self._state.retired)
+        found = without_retired(found, self._state.retired)
         self._index.begin_segment(segment.number, segment.epoch)
-        kills = _matching_kills(self._state.kills_of(segment.number), found.records)
+        kills = matching_kills(self._state.kills_of(segment.number), found.records)
         ids = np.array([self._namespace_id(digest) for digest in found.namespaces], np.uint32)
         dropped = self._index.add(segment.number, found.records, found.blocks, ids, kills)
         if len(dropped):
@@ -261,7 +261,7 @@ def segment_files(folder: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-def _without_retired(found: Contents, retired: dict[bytes, int]) -> Contents:
+def without_retired(found: Contents, retired: dict[bytes, int]) -> Contents:
     """The rows whose namespace was not retired after they were written."""
     ends = np.array([retired.get(digest, 0) for digest in found.namespaces] + [0], np.uint64)
     dead = found.records["sequence"] <= ends[found.records["namespace_ordinal"]]
@@ -272,7 +272,7 @@ def _without_retired(found: Contents, retired: dict[bytes, int]) -> Contents:
     return Contents(found.records[alive], blocks, found.namespaces, found.next_page)
 
 
-def _matching_kills(kills: NDArray[Any], records: NDArray[Any]) -> NDArray[Any]:
+def matching_kills(kills: NDArray[Any], records: NDArray[Any]) -> NDArray[Any]:
     """Kills whose record lies where they say. After a crash its place may hold another record."""
     if not len(kills) or not len(records):
         return np.zeros(0, KILL)

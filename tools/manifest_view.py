@@ -1,0 +1,113 @@
+"""The manifest's log entry by entry: what it holds, and whether it ends well.
+
+Invariant: an end that a writer or a crash may have left (an entry cut short, or zeros) is
+`unfinished`; an entry of full length with a wrong checksum, or one with good entries behind it, is
+damage.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from flashkv import limits
+from flashkv.manifest import crc32c
+from flashkv.native import ffi, lib
+
+from .segment_view import read_whole
+
+ENTRY_NAMES: Final = {
+    lib.FKV_MANIFEST_BEGIN: "begin",
+    lib.FKV_MANIFEST_OPENED: "opened",
+    lib.FKV_MANIFEST_FREED: "freed",
+    lib.FKV_MANIFEST_KILL: "kill",
+    lib.FKV_MANIFEST_NAMESPACE: "namespace",
+    lib.FKV_MANIFEST_RETIRED: "retired",
+}
+PAYLOAD_BYTES_MAX: Final = 4096 * int(ffi.sizeof("fkv_manifest_kill"))
+"""The longest that is written: a batch of kills; an identity is shorter."""
+_ENTRY: Final = int(ffi.sizeof("fkv_manifest_entry"))
+
+
+@dataclass(frozen=True)
+class ManifestFacts:
+    """damage: in words, empty where there is none. kills: blocks that its entries name."""
+
+    name: str
+    found: bool
+    generation: int
+    file_bytes: int
+    good_bytes: int
+    entries: dict[str, int]
+    kills: int
+    unfinished: bool
+    damage: str
+
+
+def manifest_facts(path: Path, store_uuid: bytes, generation: int) -> ManifestFacts:
+    """Reads a log."""
+    data = read_whole(path)
+    if data is None:
+        return ManifestFacts(
+            path.name, False, generation, 0, 0, {}, 0, False, "missing or unreadable"
+        )
+    counts: Counter[str] = Counter()
+    at = ordinal = kills = 0
+    while (end := _entry_end(data, at, ordinal, store_uuid)) is not None:
+        entry = ffi.from_buffer("fkv_manifest_entry *", data[at : at + _ENTRY])
+        counts[ENTRY_NAMES.get(int(entry.type), str(entry.type))] += 1
+        if entry.type == lib.FKV_MANIFEST_KILL:
+            kills += int(entry.length_bytes) // int(ffi.sizeof("fkv_manifest_kill"))
+        at, ordinal = end, ordinal + 1
+    damage = _damage(data, at, ordinal, store_uuid)
+    if not damage and at:
+        begin = ffi.from_buffer("fkv_manifest_begin *", data[_ENTRY:])
+        if bytes(begin.store_uuid) != store_uuid or begin.generation != generation:
+            damage = "it begins as another log"
+    return ManifestFacts(
+        name=path.name,
+        found=True,
+        generation=generation,
+        file_bytes=len(data),
+        good_bytes=at,
+        entries=dict(counts),
+        kills=kills,
+        unfinished=at < len(data) and not damage,
+        damage=damage,
+    )
+
+
+def _entry_end(data: bytes, at: int, ordinal: int | None, store_uuid: bytes) -> int | None:
+    """Where the entry at `at` ends, padding included; None where it is none. ordinal None: any."""
+    if at + _ENTRY > len(data):
+        return None
+    entry = ffi.from_buffer("fkv_manifest_entry *", data[at : at + _ENTRY])
+    length = int(entry.length_bytes)
+    end = at + _ENTRY + length
+    if length > PAYLOAD_BYTES_MAX or end > len(data) or ordinal not in (None, entry.ordinal):
+        return None
+    if crc32c(crc32c(0, store_uuid), data[at + 4 : end]) != entry.crc:
+        return None
+    return at + _ENTRY + (length + 7 & ~7)
+
+
+def _damage(data: bytes, at: int, ordinal: int, store_uuid: bytes) -> str:
+    """What is wrong from `at` on, where the good entries end; empty for an end that may be so."""
+    rest = data[at:]
+    if not at:
+        return "its first entry is damaged"
+    if not any(rest):
+        return ""
+    for later in range(at + 8, min(len(data), at + limits.MIB), 8):
+        if _entry_end(data, later, None, store_uuid) is not None:
+            return f"entry {ordinal} at byte {at} is damaged; good entries follow and are not used"
+    if len(rest) < _ENTRY:
+        return ""
+    entry = ffi.from_buffer("fkv_manifest_entry *", rest[:_ENTRY])
+    whole = _ENTRY + int(entry.length_bytes)
+    plausible = int(entry.type) in ENTRY_NAMES and not entry.reserved and entry.ordinal == ordinal
+    if plausible and len(rest) < whole <= _ENTRY + PAYLOAD_BYTES_MAX:
+        return ""
+    return f"the last entry, {ordinal} at byte {at}, is damaged"
