@@ -1,4 +1,4 @@
-"""What pyproject.toml lists is what there is: a wheel must not lack a folder that a checkout has."""
+"""What pyproject.toml lists is what there is: a wheel lacks no folder that a checkout has."""
 
 from __future__ import annotations
 
