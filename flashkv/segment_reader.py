@@ -4,8 +4,8 @@ batch.
 Invariants
   - the places that come in hold pins on their segments; they are given back here, whatever happens;
   - a block whose write is still on its way is read once that write has ended;
-  - a block that proves damaged leaves the index, so that the next lookup is a plain miss, and is
-    counted.
+  - a block that can't be loaded leaves the index, so that the next lookup is a plain miss; one that
+    proves damaged is counted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from flashkv import limits
 from flashkv.blockio import BlockIO
-from flashkv.errors import block_statuses, damaged_mask
+from flashkv.errors import BlockStatus, block_statuses, damaged_mask
 from flashkv.index import NONE, Index
 from flashkv.native import address, dtype_of, ffi, lib, pointer
 from flashkv.segments import Segments
@@ -67,7 +67,7 @@ class SegmentReader:
         *,
         gap_bytes: int,
         amplification: float,
-        wait_written: Callable[[int], None],
+        wait_written: Callable[[int], bool],
         on_damage: Callable[[NDArray[Any]], None],
         is_stale: Callable[[int, int], bool],
     ) -> None:
@@ -90,8 +90,10 @@ class SegmentReader:
         native = np.full(len(places), lib.FKV_MISS, np.uint32)
         try:
             rows = np.flatnonzero(places["record"] != NONE)
+            if len(rows) and self._wait_written(int(places["sequence"][rows].max())):
+                # What failed to be written has left the index meanwhile.
+                rows = rows[self._index.lookup(digests[rows])["record"] != NONE]
             if len(rows):
-                self._wait_written(int(places["sequence"][rows].max()))
                 order, starts = _by_record(places, rows)
                 native[order] = self._read(request, order, starts)
         finally:
@@ -99,7 +101,11 @@ class SegmentReader:
         damaged = damaged_mask(native)
         if damaged.any():
             self._damage(places, digests, np.flatnonzero(damaged))
-        return block_statuses(native)
+        statuses = block_statuses(native)
+        if len(rows):
+            failed = np.isin(statuses[rows], (BlockStatus.MISS, BlockStatus.IO_ERROR))
+            self._forget(places, digests, rows[failed & ~damaged[rows]])
+        return statuses
 
     def _read(
         self, request: ReadRequest, order: NDArray[np.int64], starts: NDArray[np.int64]
@@ -162,7 +168,12 @@ class SegmentReader:
         is_stale = np.isin(bad["segment"], list(stale))
         self.counters.stale_blocks += int(is_stale.sum())
         self.counters.damaged_blocks += int((~is_stale).sum())
-        rows = rows[~is_stale]
+        self._forget(places, digests, rows[~is_stale])
+
+    def _forget(
+        self, places: NDArray[Any], digests: NDArray[np.uint8], rows: NDArray[np.int64]
+    ) -> None:
+        """Takes blocks whose load failed out of the index: the next lookup is a plain miss."""
         if len(rows):
             sequences = np.ascontiguousarray(places["sequence"][rows])
             self._on_damage(self._index.remove(np.ascontiguousarray(digests[rows]), sequences))

@@ -105,6 +105,7 @@ class SegmentWriter:
         self._reap_lock = threading.Lock()
         self._lost_since_flush = 0
         self._kills: list[tuple[int, NDArray[Any]]] = []  # (sequence that caused them, rows)
+        self._failed: list[NDArray[Any]] = []  # kill rows of records whose write or sync failed
 
     # ---- putting ----
 
@@ -166,7 +167,10 @@ class SegmentWriter:
     def _segment_for(self, record: NDArray[Any], rows: PutRows) -> Segment | None:
         """The open segment if the record (one row) fits, else a new one; the namespace is in it."""
         segment = self._open
-        if segment is None or self._fitting(segment, record) == 0:
+        pages = _namespace_pages(rows)
+        if segment is not None and rows.namespace_digest in segment.namespaces:
+            pages = 0
+        if segment is None or self._fitting(segment, record, pages) == 0:
             if segment is not None and not any(len(part) for part in segment.records):
                 return segment  # empty, and still it doesn't fit
             if segment is not None:
@@ -178,8 +182,11 @@ class SegmentWriter:
             self._append_namespace(segment, rows)
         return segment
 
-    def _fitting(self, segment: Segment, records: NDArray[Any]) -> int:
-        """How many of the records, in order, fit the segment together with their directory."""
+    def _fitting(self, segment: Segment, records: NDArray[Any], before: int = 0) -> int:
+        """How many of the records, in order, fit the segment together with their directory.
+
+        before: pages that something else takes first.
+        """
         have_records = sum(len(part) for part in segment.records)
         have_blocks = sum(len(part) for part in segment.blocks)
         pages = np.cumsum(records["pages"], dtype=np.int64)
@@ -191,7 +198,8 @@ class SegmentWriter:
         rows += -(-names * 32 // page)
         if self._bloom:
             rows += -(-(blocks * limits.BLOOM_BITS_PER_KEY // 8 + 32) // page)
-        return int(np.searchsorted(pages + rows, segment.end_page - segment.next_page, "right"))
+        room = segment.end_page - segment.next_page - before
+        return int(np.searchsorted(pages + rows, room, "right"))
 
     def _append(
         self,
@@ -229,8 +237,9 @@ class SegmentWriter:
         block_rows = _block_rows(records, job.blocks, rows.digests)
         segment.next_page = int(ends[-1])
         segment.unsynced = True
-        segment.records.append(directory_rows)
-        segment.blocks.append(block_rows)
+        with self._reap_lock:  # a failed write may be taking rows out meanwhile
+            segment.records.append(directory_rows)
+            segment.blocks.append(block_rows)
         # Known as in flight before it is visible, visible before it can fail: no reader and no
         # failure comes between.
         writes = self._take_off(segment, records, pages, buffer)
@@ -245,7 +254,7 @@ class SegmentWriter:
 
         The identity's readable fields, before its first record.
         """
-        room = -(-(len(rows.namespace_json) + 256) // limits.PAGE_BYTES) * limits.PAGE_BYTES
+        room = _namespace_pages(rows) * limits.PAGE_BYTES
         segment.namespaces.append(rows.namespace_digest)
         page = aligned_copy(bytes(room))
         sequence, self.next_sequence = self.next_sequence, self.next_sequence + 1
@@ -327,7 +336,10 @@ class SegmentWriter:
             self._staging.give(buffer)
 
     def _drop(self, segment: int, sequences: NDArray[np.uint64]) -> None:
-        """Records that failed leave the index and their segment's directory."""
+        """Records that failed leave the index and their segment's directory, for good.
+
+        They may have reached the device all the same: what was reported lost must not come back.
+        """
         lost = self._index.drop_sequences(sequences)
         self.counters.lost_blocks += lost
         self._lost_since_flush += lost
@@ -335,6 +347,7 @@ class SegmentWriter:
         kept_records, kept_blocks = [], []
         for records, blocks in zip(mine.records, mine.blocks, strict=True):
             keep = ~np.isin(records["sequence"], sequences)
+            self._failed.append(_record_kills(mine, records[~keep]))
             kept_records.append(records[keep])
             kept_blocks.append(blocks[np.repeat(keep, records["block_count"])])
         mine.records, mine.blocks = kept_records, kept_blocks
@@ -357,24 +370,40 @@ class SegmentWriter:
             self._kills.append((sequence, kill_rows(dropped)))
 
     def take_kills(self) -> NDArray[Any]:
-        """Queued kills whose cause is durable."""
-        ready = [rows for cause, rows in self._kills if cause <= self.durable_sequence]
+        """Queued kills whose cause is durable, and those of records that failed."""
+        with self._reap_lock:
+            ready, self._failed = self._failed, []
+        ready += [rows for cause, rows in self._kills if cause <= self.durable_sequence]
         self._kills = [
             (cause, rows) for cause, rows in self._kills if cause > self.durable_sequence
         ]
         return np.concatenate(ready) if ready else np.zeros(0, KILL)
 
+    def kill(self, dropped: NDArray[Any]) -> None:
+        """Logs deleted blocks, durably, and with them their older versions. Raises StoreError.
+
+        Those are logged only once what superseded them is durable, so that it is now made so.
+        """
+        if any(cause > self.durable_sequence for cause, _ in self._kills):
+            self._make_durable()
+        self._manifest.kill(np.concatenate([self.take_kills(), kill_rows(dropped)]), sync=True)
+
     def flush(self) -> int:
         """Makes all captured records durable.
 
-        Returns how many blocks were lost since the last flush.
+        Returns how many blocks were lost since the last flush. Raises StoreError where the log
+        can't be written.
         """
         self.counters.flushes += 1
+        self._make_durable()
+        lost, self._lost_since_flush = self._lost_since_flush, 0
+        self._manifest.kill(self.take_kills(), sync=True)
+        return lost
+
+    def _make_durable(self) -> None:
         self.wait_written()
         self._sync([segment for segment in self._segments if segment.unsynced])
         self.durable_sequence = self._last_appended
-        lost, self._lost_since_flush = self._lost_since_flush, 0
-        return lost
 
     def _sync(self, segments: Iterable[Segment]) -> bool:
         dirty = list(segments)
@@ -440,6 +469,20 @@ def kill_rows(dropped: NDArray[Any]) -> NDArray[Any]:
     for name in ("segment", "page", "epoch", "sequence", "ordinal"):
         rows[name] = dropped[name]
     return rows
+
+
+def _record_kills(segment: Segment, records: NDArray[Any]) -> NDArray[Any]:
+    """Rows for the manifest of whole records (directory rows) of a segment."""
+    rows = np.zeros(len(records), KILL)
+    rows["segment"], rows["epoch"] = segment.number, segment.epoch
+    rows["page"], rows["sequence"] = records["page"], records["sequence"]
+    rows["ordinal"] = lib.FKV_KILL_RECORD
+    return rows
+
+
+def _namespace_pages(rows: PutRows) -> int:
+    """Pages of the record that tells the namespace's readable identity."""
+    return -(-(len(rows.namespace_json) + 256) // limits.PAGE_BYTES)
 
 
 def _block_rows(

@@ -44,7 +44,7 @@ from flashkv.options import Options
 from flashkv.records import OPAQUE_RECORD_BYTES, RecordLimits
 from flashkv.recovery import Recovery
 from flashkv.segment_reader import SegmentReader
-from flashkv.segment_writer import SegmentWriter, kill_rows
+from flashkv.segment_writer import SegmentWriter
 from flashkv.segments import Segments, decode_header
 from flashkv.space import Space, make_budget
 from flashkv.stats import Counters, Stats
@@ -295,13 +295,16 @@ class Store:
                 blocks_lost=lost,
             )
 
-    def _wait_written(self, sequence: int) -> None:
-        if not self.read_only and self.writer.first_unwritten() <= sequence:
-            self.writer.wait_written(sequence)
+    def _wait_written(self, sequence: int) -> bool:
+        """Returns once records up to the sequence are written; whether there was cause to wait."""
+        if self.read_only or self.writer.first_unwritten() > sequence:
+            return False
+        self.writer.wait_written(sequence)
+        return True
 
     def kill(self, dropped: NDArray[Any]) -> None:
-        """Logs deleted blocks, durably. Under writer_lock."""
-        self.manifest.kill(kill_rows(dropped), sync=True)
+        """Logs deleted blocks, durably. Under writer_lock. Raises StoreError."""
+        self.writer.kill(dropped)
 
     def _on_damage(self, dropped: NDArray[Any]) -> None:
         if not self.read_only and len(dropped):
@@ -365,8 +368,6 @@ class Store:
         try:
             if not self.read_only:
                 self.flush()
-                with self.writer_lock:
-                    self.manifest.kill(self.writer.take_kills(), sync=True)
         finally:
             self._stop()
 
