@@ -34,7 +34,9 @@ class StagingBuffer:
     def __init__(self, length: int, *, pooled: bool) -> None:
         self.length = length
         self.pooled = pooled
-        self.users = 0  # writes in flight that read it
+        self.used = 0  # bytes that hold records
+        self.filling = True  # the writer may add to it
+        self.flights = 0  # writes that read it
         self.base: Any = lib.fkv_buffer_alloc(length)
         if self.base == ffi.NULL:
             raise MemoryError(f"no memory for a staging buffer of {length} bytes")
@@ -53,48 +55,47 @@ class Staging:
     def __init__(self, total_bytes: int) -> None:
         self.buffer_bytes = total_bytes // STAGING_BUFFERS // limits.PAGE_BYTES * limits.PAGE_BYTES
         self._lock = threading.Lock()
+        self._all: list[StagingBuffer] = []
         self._free: list[StagingBuffer] = []
-        self._made = 0
-        self._own = 0  # oversized ones in use
 
     def take(self, length: int) -> StagingBuffer | None:
-        """A buffer of at least this length, or None: wait for a write to end."""
+        """An empty buffer of at least this length, or None: wait for a write to end."""
+        pooled = length <= self.buffer_bytes
         with self._lock:
-            if length > self.buffer_bytes:
-                if self._own:
-                    return None
-                buffer = StagingBuffer(length, pooled=False)
-                self._own += 1
+            if pooled and self._free:
+                buffer = self._free.pop()
+                buffer.used, buffer.filling = 0, True
                 return buffer
-            if self._free:
-                return self._free.pop()
-            if self._made == STAGING_BUFFERS:
+            same = sum(buffer.pooled == pooled for buffer in self._all)
+            if same >= (STAGING_BUFFERS if pooled else 1):
                 return None
-            buffer = StagingBuffer(self.buffer_bytes, pooled=True)
-            self._made += 1
+            buffer = StagingBuffer(self.buffer_bytes if pooled else length, pooled=pooled)
+            self._all.append(buffer)
             return buffer
 
-    def give(self, buffer: StagingBuffer) -> None:
-        """No write reads the buffer any more."""
+    def settle(self, buffer: StagingBuffer) -> None:
+        """Takes the buffer back if nobody fills it and no write reads it."""
         with self._lock:
+            if buffer.filling or buffer.flights:
+                return
             if buffer.pooled:
                 self._free.append(buffer)
             else:
-                self._own -= 1
+                self._all.remove(buffer)
                 buffer.free()
 
     @property
     def in_use(self) -> int:
-        """Buffers that are not free."""
-        return self._made - len(self._free) + self._own
+        """Buffers that writes read."""
+        return sum(buffer.flights > 0 for buffer in self._all)
 
     def close(self) -> None:
         """Frees all; nothing may be in flight."""
         with self._lock:
-            for buffer in self._free:
+            for buffer in self._all:
                 buffer.free()
+            self._all.clear()
             self._free.clear()
-            self._made = 0
 
 
 @dataclass(eq=False)
@@ -155,9 +156,11 @@ class EncodeJob:
     def encode(
         self, engine: Any, records: NDArray[Any], bounds: NDArray[np.uint64], buffer: StagingBuffer
     ) -> None:
-        """Codes the records (a slice of self.records) into the buffer.
+        """Codes records (a slice of self.records) into the buffer, behind what it holds.
 
         Their rows receive the results.
         """
-        records["buffer_offset"] = np.cumsum(bounds) - bounds
+        records["buffer_offset"] = buffer.used + np.cumsum(bounds) - bounds
         lib.fkv_encode(engine, self._batch(records, buffer.base))
+        ends = records["buffer_offset"] + records["pages"] * np.uint64(limits.PAGE_BYTES)
+        buffer.used = int(ends.max())

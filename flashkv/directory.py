@@ -44,12 +44,13 @@ class Directory:
         return int(ends.max()) if len(ends) else 1
 
 
-def pages_needed(records: int, blocks: int, namespaces: int, *, bloom: bool) -> int:
-    """Pages of the sections of so many rows, without the footer."""
-    sizes = [records * DIR_RECORD.itemsize, blocks * DIR_BLOCK.itemsize, namespaces * 32]
-    if bloom:
-        sizes.append(int(lib.fkv_bloom_bytes(blocks, limits.BLOOM_BITS_PER_KEY)))
-    return sum(_pages(size) for size in sizes)
+def pages_needed(records: Any, blocks: Any, namespaces: int, *, bloom: bool) -> Any:
+    """Pages of the sections of so many rows, without the footer. Counts may be arrays."""
+    pages = _pages(records * DIR_RECORD.itemsize) + _pages(blocks * DIR_BLOCK.itemsize)
+    pages = pages + _pages(namespaces * limits.NAMESPACE_BYTES)
+    if bloom:  # rounded up as fkv_bloom_bytes does
+        pages = pages + _pages(blocks * limits.BLOOM_BITS_PER_KEY // 8 + 64)
+    return pages
 
 
 def encode(
@@ -178,5 +179,5 @@ def _footer_crc(footer: Any, rest: bytes, uuid: bytes, epoch: int) -> int:
     return crc32c(seed, page.ljust(limits.PAGE_BYTES, b"\0"))
 
 
-def _pages(size: int) -> int:
+def _pages(size: Any) -> Any:
     return -(-size // limits.PAGE_BYTES)

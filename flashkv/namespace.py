@@ -56,6 +56,7 @@ class Namespace:
         self.shard = shard
         self.digest = digest
         self.geometry: KVGeometry = identity.geometry.slice(shard)
+        self.identity_json = identity.to_json()
         self._store = store
         self._shard_bytes = shard.encode()
         self._id = namespace_id
@@ -237,10 +238,11 @@ class Namespace:
         statuses: NDArray[np.uint8],
     ) -> None:
         """Hands the job to the writer and spreads the records' statuses over their blocks."""
+        self._store.register(self)
         put_rows = PutRows(
             digests=digests[plan.rows],
             namespace_digest=self.digest,
-            namespace_json=self._store.register(self),
+            namespace_json=self.identity_json,
             namespace_id=self._id,
         )
         of_record = self._store.writer.put(job, put_rows)

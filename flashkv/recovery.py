@@ -162,7 +162,7 @@ class Recovery:
         segment.state = SegmentState.SEALED if sealed else SegmentState.CLOSED
         self._segments.publish(segment)
         if not sealed:
-            segment.records, segment.blocks = [found.records], [found.blocks]
+            segment.add_rows(found.records, found.blocks)
             segment.namespaces = list(found.namespaces)
         return not sealed
 
@@ -210,7 +210,7 @@ class Recovery:
         for segment in unsealed:
             if segment is not newest:
                 segment.unsynced = True
-                segment.records, segment.blocks = [], []
+                segment.clear_rows()
 
 
 def scan(

@@ -1,8 +1,8 @@
-"""Coded records -> the tail of the open segment: places, writes, index, directory, sync.
+"""Coded records -> the tail of the open segment: places, index, directory, sync.
 
 Invariants
-  - a record is in the index only once its bytes lie whole in a staging buffer that is being written
-    (captured); if the write fails, its blocks leave the index, and flush() says so;
+  - a record is in the index only once its bytes lie whole in a staging buffer that will be written
+    (captured); if the write fails, its blocks leave the index for good, and flush() says so;
   - sequences grow; within a segment records lie in the order of their sequences;
   - a segment's directory is written only after all its records are durable;
   - a failed sync is never repeated: the segment is closed at its last durable point and what came
@@ -12,7 +12,6 @@ Invariants
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -21,27 +20,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashkv import directory, limits
-from flashkv.blockio import WRITE_DTYPE, BlockIO
+from flashkv.blockio import BlockIO
 from flashkv.codec import EncodeJob, Staging, StagingBuffer
 from flashkv.errors import BlockStatus, block_statuses
+from flashkv.flights import Flights
 from flashkv.index import Index
 from flashkv.manifest import KILL, Manifest
 from flashkv.native import aligned_copy, lib, pointer
 from flashkv.segments import DIR_BLOCK, DIR_RECORD, Segment, Segments, SegmentState
 from flashkv.space import Space
 
-NO_SEQUENCE: Final = (1 << 64) - 1
-
-
-@dataclass(eq=False)
-class _Flight:
-    """A write on its way."""
-
-    buffer: StagingBuffer
-    segment: int
-    first_sequence: int
-    sequences: NDArray[np.uint64]
-    blocks: int
+_COPIED: Final = ("sequence", "pages", "header_pages", "block_count", "tokens", "codec", "flags")
+"""Fields of an encoded record that its directory row has too."""
 
 
 @dataclass
@@ -51,7 +41,6 @@ class WriterCounters:
     record_bytes_written: int = 0
     segment_bytes_written: int = 0
     lost_blocks: int = 0
-    failed_writes: int = 0
     failed_syncs: int = 0
     sealed_segments: int = 0
     flushes: int = 0
@@ -59,10 +48,7 @@ class WriterCounters:
 
 @dataclass(eq=False)
 class PutRows:
-    """What the writer needs of a put besides the job.
-
-    Per stored block its digest, and the namespace.
-    """
+    """What the writer needs besides the job: digests of the stored blocks, the namespace."""
 
     digests: NDArray[np.uint8]
     namespace_digest: bytes
@@ -73,7 +59,7 @@ class PutRows:
 class SegmentWriter:
     """The one writer of a shard.
 
-    Callers hold the store's writer lock, but for reap() and wait_written().
+    Callers hold the store's writer lock, but for what they ask of `flights`.
     """
 
     def __init__(
@@ -89,6 +75,7 @@ class SegmentWriter:
         bloom: bool,
     ) -> None:
         self.counters = WriterCounters()
+        self.flights = Flights(io, staging, self._lose)
         self.next_sequence = next_sequence
         self.durable_sequence = next_sequence - 1
         self._last_appended = next_sequence - 1
@@ -100,9 +87,7 @@ class SegmentWriter:
         self._staging = staging
         self._bloom = bloom
         self._open: Segment | None = next(iter(segments.in_state(SegmentState.OPEN)), None)
-        self._flights: dict[int, _Flight] = {}
-        self._next_tag = 1
-        self._reap_lock = threading.Lock()
+        self._filling: StagingBuffer | None = None
         self._lost_since_flush = 0
         self._kills: list[tuple[int, NDArray[Any]]] = []  # (sequence that caused them, rows)
         self._failed: list[NDArray[Any]] = []  # kill rows of records whose write or sync failed
@@ -115,31 +100,34 @@ class SegmentWriter:
         bounds = job.bounds()
         for first, end, length in job.slices(bounds, self._staging.buffer_bytes):
             records = job.records[first:end]
-            buffer = self._take_buffer(length)
+            buffer = self._buffer_with(length)
             records["sequence"] = np.arange(
                 self.next_sequence, self.next_sequence + len(records), dtype=np.uint64
             )
             self.next_sequence += len(records)
-            buffer.users += 1  # this call, until all its writes are on their way
-            try:
-                job.encode(self._io.engine, records, bounds[first:end], buffer)
-                statuses[first:end] = block_statuses(records["status"])
-                self._place(records, job, rows, buffer, statuses[first:end])
-            finally:
-                self._release(buffer)
+            job.encode(self._io.engine, records, bounds[first:end], buffer)
+            statuses[first:end] = block_statuses(records["status"])
+            self._place(records, job, rows, buffer, statuses[first:end])
+            self.flights.launch(least=limits.WRITE_RUN_BYTES)
         return statuses
 
-    def _take_buffer(self, length: int) -> StagingBuffer:
+    def _buffer_with(self, length: int) -> StagingBuffer:
+        """The staging buffer that is being filled, if so many bytes fit, else another."""
+        buffer = self._filling
+        if buffer is not None and buffer.length - buffer.used >= length:
+            return buffer
+        self._stop_filling()
         while (buffer := self._staging.take(length)) is None:
-            self.reap(wait=True)
+            self.flights.reap(wait=True)
+        self._filling = buffer
         return buffer
 
-    def _release(self, buffer: StagingBuffer) -> None:
-        with self._reap_lock:
-            buffer.users -= 1
-            done = buffer.users == 0
-        if done:
-            self._staging.give(buffer)
+    def _stop_filling(self) -> None:
+        buffer, self._filling = self._filling, None
+        if buffer is not None:
+            with self.flights.lock:
+                buffer.filling = False
+                self._staging.settle(buffer)
 
     def _place(
         self,
@@ -171,10 +159,9 @@ class SegmentWriter:
         if segment is not None and rows.namespace_digest in segment.namespaces:
             pages = 0
         if segment is None or self._fitting(segment, record, pages) == 0:
-            if segment is not None and not any(len(part) for part in segment.records):
+            if segment is not None and segment.record_count == 0:
                 return segment  # empty, and still it doesn't fit
-            if segment is not None:
-                self.seal()
+            self.seal()
             segment = self._open = self._space.take(self.next_sequence, self.take_kills)
             if segment is None:
                 return None
@@ -187,19 +174,14 @@ class SegmentWriter:
 
         before: pages that something else takes first.
         """
-        have_records = sum(len(part) for part in segment.records)
-        have_blocks = sum(len(part) for part in segment.blocks)
         pages = np.cumsum(records["pages"], dtype=np.int64)
-        blocks = have_blocks + np.cumsum(records["block_count"], dtype=np.int64)
-        counts = have_records + np.arange(1, len(records) + 1)
-        names = len(segment.namespaces) + 1
-        page = limits.PAGE_BYTES
-        rows = -(-counts * DIR_RECORD.itemsize // page) + -(-blocks * DIR_BLOCK.itemsize // page)
-        rows += -(-names * 32 // page)
-        if self._bloom:
-            rows += -(-(blocks * limits.BLOOM_BITS_PER_KEY // 8 + 32) // page)
+        blocks = segment.block_count + np.cumsum(records["block_count"], dtype=np.int64)
+        counts = segment.record_count + np.arange(1, len(records) + 1)
+        pages += directory.pages_needed(
+            counts, blocks, len(segment.namespaces) + 1, bloom=self._bloom
+        )
         room = segment.end_page - segment.next_page - before
-        return int(np.searchsorted(pages + rows, room, "right"))
+        return int(np.searchsorted(pages, room, "right"))
 
     def _append(
         self,
@@ -209,51 +191,41 @@ class SegmentWriter:
         rows: PutRows,
         buffer: StagingBuffer,
     ) -> None:
-        ends = segment.next_page + np.cumsum(records["pages"], dtype=np.int64)
-        pages = (ends - records["pages"]).astype(np.uint32)
-        offsets = np.ascontiguousarray(records["buffer_offset"])
+        sizes = records["pages"].astype(np.int64)
+        ends = segment.next_page + np.cumsum(sizes)
+        pages = (ends - sizes).astype(np.uint32)
+        starts = records["buffer_offset"].copy()
         lib.fkv_records_bind(
             buffer.base,
-            pointer(offsets, "uint64_t *"),
+            pointer(starts, "uint64_t *"),
             pointer(pages, "uint32_t *"),
             len(records),
             segment.uuid,
             segment.epoch,
         )
-        directory_rows = np.zeros(len(records), DIR_RECORD)
-        for name in (
-            "sequence",
-            "pages",
-            "header_pages",
-            "block_count",
-            "tokens",
-            "codec",
-            "flags",
-        ):
-            directory_rows[name] = records[name]
-        directory_rows["page"] = pages
-        directory_rows["group"] = job.geometry.group
-        directory_rows["namespace_ordinal"] = segment.namespaces.index(rows.namespace_digest)
+        record_rows = np.zeros(len(records), DIR_RECORD)
+        for name in _COPIED:
+            record_rows[name] = records[name]
+        record_rows["page"] = pages
+        record_rows["group"] = job.geometry.group
+        record_rows["namespace_ordinal"] = segment.namespaces.index(rows.namespace_digest)
         block_rows = _block_rows(records, job.blocks, rows.digests)
+        ids = np.full(len(segment.namespaces), rows.namespace_id, np.uint32)
+        sizes *= limits.PAGE_BYTES
+        offsets = pages.astype(np.int64) * limits.PAGE_BYTES
+        sequences = record_rows["sequence"].copy()
+        with self.flights.lock:
+            self.flights.add(segment, buffer, starts.view(np.int64), offsets, sizes, sequences)
+            segment.add_rows(record_rows, block_rows)
+            dropped = self._index.add(segment.number, record_rows, block_rows, ids)
         segment.next_page = int(ends[-1])
         segment.unsynced = True
-        with self._reap_lock:  # a failed write may be taking rows out meanwhile
-            segment.records.append(directory_rows)
-            segment.blocks.append(block_rows)
-        # Known as in flight before it is visible, visible before it can fail: no reader and no
-        # failure comes between.
-        writes = self._take_off(segment, records, pages, buffer)
-        ids = np.full(len(segment.namespaces), rows.namespace_id, np.uint32)
-        dropped = self._index.add(segment.number, directory_rows, block_rows, ids)
-        self._last_appended = int(directory_rows["sequence"][-1])
+        self._last_appended = int(sequences[-1])
+        self.counters.record_bytes_written += int(sizes.sum())
         self.queue_kills(dropped, self._last_appended)
-        self._io.write_submit(writes)
 
     def _append_namespace(self, segment: Segment, rows: PutRows) -> None:
-        """Makes the segment describe itself.
-
-        The identity's readable fields, before its first record.
-        """
+        """The identity's readable fields, before its first record: a segment describes itself."""
         room = _namespace_pages(rows) * limits.PAGE_BYTES
         segment.namespaces.append(rows.namespace_digest)
         page = aligned_copy(bytes(room))
@@ -277,92 +249,18 @@ class SegmentWriter:
         segment.next_page += size // limits.PAGE_BYTES
         self.counters.segment_bytes_written += size
 
-    # ---- writes in flight ----
+    # ---- losing ----
 
-    def _take_off(
-        self,
-        segment: Segment,
-        records: NDArray[Any],
-        pages: NDArray[np.uint32],
-        buffer: StagingBuffer,
-    ) -> NDArray[Any]:
-        """Rows of WRITE_DTYPE, noted as in flight.
-
-        About a megabyte each, records that touch in one.
-        """
-        sizes = records["pages"].astype(np.int64) * limits.PAGE_BYTES
-        starts = records["buffer_offset"].astype(np.int64)
-        apart = starts[1:] != starts[:-1] + sizes[:-1]
-        run = np.cumsum(sizes) // limits.WRITE_RUN_BYTES
-        cuts = np.flatnonzero(apart | (run[1:] != run[:-1])) + 1
-        first = np.concatenate(([0], cuts))
-        end = np.append(cuts, len(records))
-        writes = np.zeros(len(first), WRITE_DTYPE)
-        writes["tag"] = np.arange(self._next_tag, self._next_tag + len(first))
-        writes["offset"] = pages[first].astype(np.uint64) * limits.PAGE_BYTES
-        writes["length"] = starts[end - 1] + sizes[end - 1] - starts[first]
-        writes["data"] = buffer.address + starts[first]
-        writes["fd"] = segment.fd
-        sequences = np.ascontiguousarray(records["sequence"])
-        block_ends = np.cumsum(records["block_count"], dtype=np.int64)
-        with self._reap_lock:
-            for tag, low, high in zip(
-                writes["tag"].tolist(), first.tolist(), end.tolist(), strict=True
-            ):
-                blocks = int(block_ends[high - 1] - (block_ends[low - 1] if low else 0))
-                part = sequences[low:high]
-                self._flights[tag] = _Flight(buffer, segment.number, int(part[0]), part, blocks)
-            buffer.users += len(first)
-        self._next_tag += len(first)
-        self.counters.record_bytes_written += int(sizes.sum())
-        return writes
-
-    def reap(self, *, wait: bool) -> None:
-        """Takes notice of finished writes; wait: of at least one, if any is in flight."""
-        given: list[StagingBuffer] = []
-        with self._reap_lock:
-            finished = self._io.write_reap(64, 1000 if wait else 0)
-            for tag, result in zip(
-                finished["tag"].tolist(), finished["result"].tolist(), strict=True
-            ):
-                flight = self._flights.pop(tag)
-                flight.buffer.users -= 1
-                if flight.buffer.users == 0:
-                    given.append(flight.buffer)
-                if result != 0:
-                    self.counters.failed_writes += 1
-                    self._drop(flight.segment, flight.sequences)
-        for buffer in given:
-            self._staging.give(buffer)
-
-    def _drop(self, segment: int, sequences: NDArray[np.uint64]) -> None:
+    def _lose(self, segment: Segment, sequences: NDArray[np.uint64]) -> None:
         """Records that failed leave the index and their segment's directory, for good.
 
         They may have reached the device all the same: what was reported lost must not come back.
+        Under the flights' lock.
         """
         lost = self._index.drop_sequences(sequences)
         self.counters.lost_blocks += lost
         self._lost_since_flush += lost
-        mine = self._segments[segment]
-        kept_records, kept_blocks = [], []
-        for records, blocks in zip(mine.records, mine.blocks, strict=True):
-            keep = ~np.isin(records["sequence"], sequences)
-            self._failed.append(_record_kills(mine, records[~keep]))
-            kept_records.append(records[keep])
-            kept_blocks.append(blocks[np.repeat(keep, records["block_count"])])
-        mine.records, mine.blocks = kept_records, kept_blocks
-
-    def first_unwritten(self) -> int:
-        """Records with this sequence or a later one may not be on the device yet."""
-        with self._reap_lock:
-            return next((flight.first_sequence for flight in self._flights.values()), NO_SEQUENCE)
-
-    def wait_written(self, sequence: int = NO_SEQUENCE - 1) -> None:
-        """Returns once every write of records up to `sequence` has ended, well or not."""
-        while self.first_unwritten() <= sequence:
-            self.reap(wait=True)
-
-    # ---- durability ----
+        self._failed.append(_record_kills(segment, segment.drop_rows(sequences)))
 
     def queue_kills(self, dropped: NDArray[Any], sequence: int) -> None:
         """Blocks that the record `sequence` superseded; they must never come back."""
@@ -371,7 +269,7 @@ class SegmentWriter:
 
     def take_kills(self) -> NDArray[Any]:
         """Queued kills whose cause is durable, and those of records that failed."""
-        with self._reap_lock:
+        with self.flights.lock:
             ready, self._failed = self._failed, []
         ready += [rows for cause, rows in self._kills if cause <= self.durable_sequence]
         self._kills = [
@@ -388,6 +286,8 @@ class SegmentWriter:
             self._make_durable()
         self._manifest.kill(np.concatenate([self.take_kills(), kill_rows(dropped)]), sync=True)
 
+    # ---- durability ----
+
     def flush(self) -> int:
         """Makes all captured records durable.
 
@@ -401,7 +301,7 @@ class SegmentWriter:
         return lost
 
     def _make_durable(self) -> None:
-        self.wait_written()
+        self.flights.wait_written()
         self._sync([segment for segment in self._segments if segment.unsynced])
         self.durable_sequence = self._last_appended
 
@@ -422,35 +322,32 @@ class SegmentWriter:
 
         Nothing since the last durable point may be believed, nothing more is appended.
         """
-        for records in segment.records:
-            late = records["sequence"][records["sequence"] > self.durable_sequence]
+        with self.flights.lock:
+            sequences = segment.rows()[0]["sequence"]
+            late = sequences[sequences > self.durable_sequence].copy()
             if len(late):
-                self._drop(segment.number, np.ascontiguousarray(late))
+                self._lose(segment, late)
         segment.state = SegmentState.CLOSED
         if segment is self._open:
             self._open = None
 
     def seal(self) -> None:
-        """Closes the open segment with its directory, once its records are durable."""
+        """Closes the open segment, if any, with its directory, once its records are durable."""
         segment, self._open = self._open, None
         if segment is None:
             return
-        self.wait_written()
+        self.flights.wait_written()
         segment.state = SegmentState.CLOSED
         if not self._sync([segment]):
             return
         self.durable_sequence = self._last_appended
-        rows = directory.Directory(
-            _joined(segment.records, DIR_RECORD),
-            _joined(segment.blocks, DIR_BLOCK),
-            segment.namespaces,
-            self.durable_sequence,
-        )
+        records, blocks = segment.rows()
+        rows = directory.Directory(records, blocks, segment.namespaces, self.durable_sequence)
         body, footer = directory.encode(
             rows, segment.uuid, segment.epoch, segment.next_page, bloom=self._bloom
         )
         at = segment.next_page * limits.PAGE_BYTES
-        segment.records, segment.blocks = [], []
+        segment.clear_rows()
         if self._io.write(segment.fd, aligned_copy(body), at) != 0:
             return  # recovery scans it
         if (
@@ -461,6 +358,11 @@ class SegmentWriter:
             self.counters.sealed_segments += 1
         self.counters.segment_bytes_written += len(body) + len(footer)
         segment.unsynced = True
+
+    def close(self) -> None:
+        """Lands all writes and gives the buffer back."""
+        self.flights.wait_written()
+        self._stop_filling()
 
 
 def kill_rows(dropped: NDArray[Any]) -> NDArray[Any]:
@@ -498,7 +400,3 @@ def _block_rows(
     rows["tokens"] = blocks["tokens"][source]
     rows["ordinal"] = ordinals
     return rows
-
-
-def _joined(parts: list[NDArray[Any]], dtype: np.dtype[Any]) -> NDArray[Any]:
-    return np.concatenate(parts) if parts else np.zeros(0, dtype)

@@ -55,20 +55,44 @@ class Segment:
     end_page: int = 0  # the page of the footer
     created_ms: int = 0
     unsynced: bool = False  # written since the last sync
-    records: list[NDArray[Any]] = field(default_factory=list)  # directory rows while it is open
-    blocks: list[NDArray[Any]] = field(default_factory=list)
     namespaces: list[bytes] = field(default_factory=list)
+    record_count: int = 0  # directory rows while there is no directory
+    block_count: int = 0
+    _records: list[NDArray[Any]] = field(default_factory=list)
+    _blocks: list[NDArray[Any]] = field(default_factory=list)
 
     def has_file(self) -> bool:
         """Its file takes space on disk."""
         return self.fd >= 0
 
-    def directory_bytes(self) -> tuple[int, int]:
-        """Bytes of the record rows and block rows so far."""
-        return (
-            sum(len(rows) for rows in self.records) * DIR_RECORD.itemsize,
-            sum(len(rows) for rows in self.blocks) * DIR_BLOCK.itemsize,
-        )
+    def add_rows(self, records: NDArray[Any], blocks: NDArray[Any]) -> None:
+        """Directory rows of records that were appended, and of their blocks in order."""
+        self._records.append(records)
+        self._blocks.append(blocks)
+        self.record_count += len(records)
+        self.block_count += len(blocks)
+
+    def rows(self) -> tuple[NDArray[Any], NDArray[Any]]:
+        """All rows so far: DIR_RECORD[R], DIR_BLOCK[B]."""
+        records = np.concatenate(self._records) if self._records else np.zeros(0, DIR_RECORD)
+        blocks = np.concatenate(self._blocks) if self._blocks else np.zeros(0, DIR_BLOCK)
+        self._records, self._blocks = [records], [blocks]
+        return records, blocks
+
+    def drop_rows(self, sequences: NDArray[np.uint64]) -> NDArray[Any]:
+        """Takes out the rows of records with these sequences; returns their record rows."""
+        records, blocks = self.rows()
+        gone = np.isin(records["sequence"], sequences)
+        kept = blocks[np.repeat(~gone, records["block_count"])]
+        self.clear_rows()
+        self.add_rows(records[~gone], kept)
+        dropped: NDArray[Any] = records[gone]
+        return dropped
+
+    def clear_rows(self) -> None:
+        """Forgets all rows: the directory has them, or nobody needs them."""
+        self._records, self._blocks = [], []
+        self.record_count = self.block_count = 0
 
 
 class Segments:

@@ -53,7 +53,7 @@ def snapshot(store: Store, tickets_inflight: int, namespaces: int) -> Stats:
         **asdict(counters),
         **_reader(store),
         lost_blocks=writer.lost_blocks,
-        failed_writes=writer.failed_writes,
+        failed_writes=store.writer.flights.failed_writes if writing else 0,
         failed_syncs=writer.failed_syncs,
         evicted_blocks=store.space.evicted_blocks if writing else 0,
         evicted_segments=store.space.evicted_segments if writing else 0,

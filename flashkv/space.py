@@ -232,7 +232,8 @@ class Space:
         segment.first_sequence = next_sequence
         segment.next_page = FIRST_PAGE
         segment.created_ms = self._clock_ms()
-        segment.records, segment.blocks, segment.namespaces = [], [], []
+        segment.clear_rows()
+        segment.namespaces = []
         self._manifest.segment_opened(segment.number, segment.epoch, segment.uuid)
         lib.fkv_header_cache_drop(self._io.engine, segment.number)
         page = encode_header(segment, self._segments.store_uuid, self._segments.segment_bytes)

@@ -258,21 +258,15 @@ class Store:
                 self._namespaces[name] = Namespace(self, whole, part, number, digest)
             return self._namespaces[name]
 
-    def register(self, namespace: Namespace) -> bytes:
-        """Logs the namespace before its first record.
-
-        Returns its readable identity. Under writer_lock.
-        """
-        text = namespace.identity.to_json()
+    def register(self, namespace: Namespace) -> None:
+        """Logs the namespace before its first record. Under writer_lock. Raises StoreError."""
         if namespace.digest not in self.manifest.state.namespaces:
-            self.manifest.namespace_added(namespace.digest, text)
-        return text
+            self.manifest.namespace_added(namespace.digest, namespace.identity_json)
 
     def retire(self, namespace: Namespace) -> int:
         """See Namespace.rotate."""
         self.check_writable()
         with self.writer_lock:
-            self.writer.wait_written()
             self.manifest.namespace_retired(namespace.digest, self.writer.next_sequence - 1)
             number = self._namespace_ids[namespace.digest]
             return self.index.drop_namespace(number)
@@ -297,9 +291,9 @@ class Store:
 
     def _wait_written(self, sequence: int) -> bool:
         """Returns once records up to the sequence are written; whether there was cause to wait."""
-        if self.read_only or self.writer.first_unwritten() > sequence:
+        if self.read_only or self.writer.flights.first_unwritten() > sequence:
             return False
-        self.writer.wait_written(sequence)
+        self.writer.flights.wait_written(sequence)
         return True
 
     def kill(self, dropped: NDArray[Any]) -> None:
@@ -341,7 +335,7 @@ class Store:
         if milestone == Milestone.DURABLE:
             self.flush()
         elif milestone == Milestone.WRITTEN:
-            self.writer.wait_written()
+            self.writer.flights.wait_written()
 
     # ---- figures ----
 
@@ -374,7 +368,7 @@ class Store:
     def _stop(self) -> None:
         self._closed = True
         _handles.discard(self)
-        for name in ("leases", "io", "staging", "segments", "manifest"):
+        for name in ("leases", "writer", "io", "staging", "segments", "manifest"):
             part = getattr(self, name, None)
             if part is not None:
                 part.close()

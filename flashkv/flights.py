@@ -1,0 +1,163 @@
+"""Writes on their way: coded records from staging buffers to their places in segments.
+
+Invariants
+  - records that touch, in the staging buffer and in the segment, are written together, about a
+    megabyte at a time: small puts gather until a run is full or someone waits for them;
+  - a record is noted here before it is visible in the index, and both happen under the lock: a
+    reader that finds it knows that it may not be on the device, a failure finds it in the index;
+  - a staging buffer is given back once no write reads it and the writer is through with it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashkv import limits
+from flashkv.blockio import WRITE_DTYPE, BlockIO
+from flashkv.codec import Staging, StagingBuffer
+from flashkv.segments import Segment
+
+NO_SEQUENCE: Final = (1 << 64) - 1
+REAP_MS: Final = 20
+"""Longest wait in one native call: another thread may take notice of what this one waits for."""
+
+
+@dataclass(eq=False)
+class _Run:
+    """One write. sequences: of its records, in parts."""
+
+    buffer: StagingBuffer
+    segment: Segment
+    data: int  # address
+    offset: int  # in the segment
+    length: int
+    sequences: list[NDArray[np.uint64]]
+
+    def touches(self, segment: Segment, data: int, offset: int) -> bool:
+        """Whether what lies there goes on where this run ends, and the run has room."""
+        return (
+            self.segment is segment
+            and self.data + self.length == data
+            and self.offset + self.length == offset
+            and self.length < limits.WRITE_RUN_BYTES
+        )
+
+
+class Flights:
+    """Pending and submitted writes of one writer. Safe for all threads."""
+
+    def __init__(
+        self,
+        io: BlockIO,
+        staging: Staging,
+        on_failure: Callable[[Segment, NDArray[np.uint64]], None],
+    ) -> None:
+        """on_failure(segment, sequences): under the lock, for records that were not written."""
+        self.lock = threading.RLock()
+        self.failed_writes = 0
+        self._io = io
+        self._staging = staging
+        self._on_failure = on_failure
+        self._pending: list[_Run] = []
+        self._pending_bytes = 0
+        self._flying: dict[int, _Run] = {}
+        self._next_tag = 1
+
+    # ---- taking off ----
+
+    def add(
+        self,
+        segment: Segment,
+        buffer: StagingBuffer,
+        starts: NDArray[np.int64],
+        offsets: NDArray[np.int64],
+        sizes: NDArray[np.int64],
+        sequences: NDArray[np.uint64],
+    ) -> None:
+        """Notes records as on their way. starts: in the buffer; offsets: in the segment, in bytes.
+
+        The caller holds the lock, and makes the records visible before it gives the lock back.
+        """
+        apart = (starts[1:] != starts[:-1] + sizes[:-1]) | (
+            offsets[1:] != offsets[:-1] + sizes[:-1]
+        )
+        full = np.diff(np.cumsum(sizes) // limits.WRITE_RUN_BYTES) != 0
+        first = np.concatenate(([0], np.flatnonzero(apart | full) + 1))
+        last = np.append(first[1:], len(starts)) - 1
+        lengths = starts[last] + sizes[last] - starts[first]
+        for low, high, length in zip(first.tolist(), last.tolist(), lengths.tolist(), strict=True):
+            data, offset = buffer.address + int(starts[low]), int(offsets[low])
+            part = sequences[low : high + 1]
+            run = self._pending[-1] if self._pending else None
+            if run is not None and run.touches(segment, data, offset):
+                run.length += length
+                run.sequences.append(part)
+            else:
+                self._pending.append(_Run(buffer, segment, data, offset, length, [part]))
+                buffer.flights += 1
+            self._pending_bytes += length
+
+    def launch(self, *, least: int = 0) -> None:
+        """Submits what is pending, if it is at least so many bytes."""
+        with self.lock:
+            if not self._pending or self._pending_bytes < least:
+                return
+            runs, self._pending, self._pending_bytes = self._pending, [], 0
+            tags = range(self._next_tag, self._next_tag + len(runs))
+            self._next_tag += len(runs)
+            writes = np.zeros(len(runs), WRITE_DTYPE)
+            writes["tag"] = tags
+            writes["offset"] = [run.offset for run in runs]
+            writes["length"] = [run.length for run in runs]
+            writes["data"] = [run.data for run in runs]
+            writes["fd"] = [run.segment.fd for run in runs]
+            self._flying.update(zip(tags, runs, strict=True))
+            try:
+                self._io.write_submit(writes)
+            except MemoryError:
+                for tag in tags:
+                    self._land(tag, failed=True)
+
+    # ---- landing ----
+
+    def _land(self, tag: int, *, failed: bool) -> None:
+        run = self._flying.pop(tag)
+        if failed:
+            self.failed_writes += 1
+            self._on_failure(run.segment, np.concatenate(run.sequences))
+        run.buffer.flights -= 1
+        self._staging.settle(run.buffer)
+
+    def reap(self, *, wait: bool) -> None:
+        """Takes notice of finished writes; wait: of at least one, if any is on its way."""
+        self.launch()
+        with self.lock:
+            finished = self._io.write_reap(64, 0)
+            self._take(finished)
+            if len(finished) or not wait or not self._flying:
+                return
+        # Without the lock: others may put and look up meanwhile.
+        finished = self._io.write_reap(64, REAP_MS)
+        with self.lock:
+            self._take(finished)
+
+    def _take(self, finished: NDArray[Any]) -> None:
+        for tag, result in zip(finished["tag"].tolist(), finished["result"].tolist(), strict=True):
+            self._land(tag, failed=result != 0)
+
+    def first_unwritten(self) -> int:
+        """Records with this sequence or a later one may not be on the device yet."""
+        with self.lock:
+            run = next(iter(self._flying.values()), None) or next(iter(self._pending), None)
+            return int(run.sequences[0][0]) if run is not None else NO_SEQUENCE
+
+    def wait_written(self, sequence: int = NO_SEQUENCE - 1) -> None:
+        """Returns once every write of records up to `sequence` has ended, well or not."""
+        while self.first_unwritten() <= sequence:
+            self.reap(wait=True)
