@@ -248,3 +248,55 @@ def test_an_empty_cache_stores_nothing(tmp_path, model, prompt):
         prefix = PrefixCache(store, model)
         assert prefix.save(prefix.new_cache(), prompt).blocks == 0
         assert store.stats().blocks == 0
+
+
+def test_a_hole_ends_the_prefix(tmp_path, model, prompt):
+    with open_store(tmp_path / "store", model) as store:
+        prefix = PrefixCache(store, model)
+        prefix.save(prefill(prefix, model, prompt), prompt)
+        keys = prefix.namespace.token_keys(prompt[0].numpy(), block_tokens=BLOCK_TOKENS)
+        assert prefix.namespace.delete(keys[3:4]).all_ok
+        cache, restored = prefix.restore(prompt)
+        assert restored == cache.get_seq_length() == 3 * BLOCK_TOKENS
+
+
+def test_damage_ends_the_prefix_and_what_is_restored_is_right(tmp_path, model, prompt):
+    with open_store(tmp_path / "store", model) as store:
+        prefix = PrefixCache(store, model)
+        original = prefill(prefix, model, prompt)
+        prefix.save(original, prompt)
+        store.flush()
+        segment = next((tmp_path / "store" / "shards" / "0" / "segments").glob("*.seg"))
+        # The raw bits of one of the last block's keys, wherever the layout put them.
+        vector = original.layers[0].keys[0, 0, PREFIX_TOKENS - 1].numpy().tobytes()
+        place = segment.read_bytes().find(vector)
+        assert place > 0
+        with segment.open("r+b") as file:
+            file.seek(place)
+            file.write(bytes(len(vector)))
+        cache, restored = prefix.restore(prompt)
+        assert restored == PREFIX_TOKENS - BLOCK_TOKENS
+        assert store.stats().damaged_blocks == 1
+        for layer, whole in zip(cache.layers, original.layers, strict=True):
+            assert torch.equal(layer.keys, whole.keys[:, :, :restored])
+            assert torch.equal(layer.values, whole.values[:, :, :restored])
+        # Stored again, it is there again.
+        assert prefix.save(original, prompt).stored == 1
+        assert prefix.restore(prompt)[1] == PREFIX_TOKENS
+
+
+@pytest.mark.gpu
+def test_a_prefix_moves_through_a_gpu(tmp_path, model, prompt):
+    on_gpu = make_model().to("cuda")
+    with open_store(tmp_path / "store", on_gpu) as store:
+        prefix = PrefixCache(store, on_gpu)
+        cache = prefill(prefix, on_gpu, prompt.to("cuda"))
+        prefix.save(cache, prompt)
+        restored_cache, restored = prefix.restore(prompt)
+        assert restored == PREFIX_TOKENS
+        for layer, stored in zip(restored_cache.layers, cache.layers, strict=True):
+            assert layer.keys.device.type == "cuda"
+            assert torch.equal(layer.keys, stored.keys)
+            assert torch.equal(layer.values, stored.values)
+        # The same weights on the processor have the same identity.
+        assert hits(store, model, prompt) == PREFIX_TOKENS
