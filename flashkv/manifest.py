@@ -37,6 +37,11 @@ _ENTRY_BYTES: Final = int(ffi.sizeof("fkv_manifest_entry"))
 _CRC_FIELD: Final = struct.Struct("<I")
 
 
+def reserve_of(capacity_bytes: int) -> int:
+    """Metadata's share of a capacity: a 64th, within 1 and 64 MiB."""
+    return max(limits.MIB, min(capacity_bytes // 64, 64 * limits.MIB))
+
+
 def crc32c(crc: int, data: bytes) -> int:
     """CRC-32C of the data before (crc) and `data`."""
     return int(lib.fkv_crc32c(crc, data, len(data)))
@@ -171,6 +176,8 @@ class Manifest:
         self._ordinal = 0
         self._length = 0
         self._checkpoint_length = 0
+        self._length_before = 0  # of the log before, which is kept
+        self._length_max = min(4 * limits.MIB, reserve_of(superblock.capacity_bytes) // 8)
         self._uncertain = False
 
     # ---- creation ----
@@ -208,9 +215,18 @@ class Manifest:
 
     def kill(self, kills: NDArray[Any], *, sync: bool) -> None:
         """Blocks that must never come back."""
+        kills = kills[~np.isin(kills["segment"], list(self.state.freed))]
         if len(kills):
             self.state.add_kills(kills)
             self._append(_kill_entries(kills), sync=sync)
+
+    def bytes_max(self, more_bytes: int = 0) -> int:
+        """Most that logs and superblocks take on disk before the next entry but one.
+
+        The log before, the present one with what is to come, and a checkpoint of both.
+        """
+        length = self._length + more_bytes
+        return self._length_before + 2 * length + 16 * limits.PAGE_BYTES
 
     def namespace_added(self, digest: bytes, identity_json: bytes) -> None:
         """Readable identity of a namespace, before its first record."""
@@ -226,7 +242,7 @@ class Manifest:
         data = b"".join(self._encode(kind, payload) for kind, payload in entries)
         if not data:
             return
-        long = self._length > 4 * limits.MIB and self._length > 4 * self._checkpoint_length
+        long = self._length > max(self._length_max, 2 * self._checkpoint_length)
         if long or self._uncertain:
             self.checkpoint()  # the state has these entries already
             return
@@ -280,6 +296,7 @@ class Manifest:
         self._uncertain = False
         self.close()
         self._fd = fd
+        self._length_before = self._length
         self._length = self._checkpoint_length = len(data)
         self.bytes_written += len(data) + limits.PAGE_BYTES
         self._remove_old(generation)

@@ -256,7 +256,9 @@ def segment_files(folder: Path) -> list[tuple[int, Path]]:
     found = []
     for path in (folder / SEGMENTS).iterdir():
         match = _NAME.fullmatch(path.name)
-        if match and path.is_file() and not path.is_symlink():
+        if not match or int(match.group(1)) >= limits.SEGMENT_COUNT_MAX:
+            continue
+        if path.is_file() and not path.is_symlink():
             found.append((int(match.group(1)), path))
     return sorted(found)
 

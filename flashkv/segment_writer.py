@@ -284,6 +284,7 @@ class SegmentWriter:
         """
         if any(cause > self.durable_sequence for cause, _ in self._kills):
             self._make_durable()
+        self._space.shrink(self.take_kills, dropped.nbytes)
         self._manifest.kill(np.concatenate([self.take_kills(), kill_rows(dropped)]), sync=True)
 
     # ---- durability ----

@@ -38,7 +38,7 @@ def snapshot(store: Store, tickets_inflight: int, namespaces: int) -> Stats:
         segments={state.value: len(store.segments.in_state(state)) for state in SegmentState},
         disk_bytes=disk_usage(store.path),
         live_bytes=totals.live_pages * limits.PAGE_BYTES,
-        foreign_bytes=store.budget.foreign_bytes if writing else 0,
+        foreign_bytes=store.space.budget.foreign_bytes if writing else 0,
         blocks=totals.blocks,
         records=totals.records,
         namespaces=namespaces,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,7 +27,7 @@ from flashkv.blockio import BlockIO
 from flashkv.errors import CapacityError
 from flashkv.geometry import DType, KVGeometry
 from flashkv.index import Index
-from flashkv.manifest import Manifest, new_uuid
+from flashkv.manifest import Manifest, new_uuid, reserve_of
 from flashkv.native import aligned_copy, lib
 from flashkv.segments import FIRST_PAGE, Segment, Segments, SegmentState, encode_header
 
@@ -40,28 +40,27 @@ A device that hangs longer keeps its segment.
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes that a store may take. reserve_bytes: for all that isn't segments."""
+    """Bytes that a store may take. reserve_bytes: for all that isn't segments.
+
+    metadata_bytes: what manifest logs and superblocks can take at present.
+    """
 
     capacity_bytes: int
     segment_bytes: int
     floor_bytes: int
     foreign_bytes: int = 0
+    metadata_bytes: int = 0
 
     @property
     def reserve_bytes(self) -> int:
         """Manifest logs (three at a time, at checkpoints), superblocks, folders."""
-        return reserve_of(self.capacity_bytes)
+        return max(self.metadata_bytes, reserve_of(self.capacity_bytes))
 
     @property
     def segments_max(self) -> int:
         """Segment files that fit."""
         free = self.capacity_bytes - self.reserve_bytes - self.foreign_bytes
         return max(0, min(free // self.segment_bytes, limits.SEGMENT_COUNT_MAX))
-
-
-def reserve_of(capacity_bytes: int) -> int:
-    """Metadata's share of a capacity: a 64th, within 1 and 64 MiB."""
-    return max(limits.MIB, min(capacity_bytes // 64, 64 * limits.MIB))
 
 
 def choose_segment_bytes(
@@ -86,8 +85,9 @@ def choose_segment_bytes(
         wanted = limits.RECORDS_PER_SEGMENT_MIN * (largest + largest // 32 + 4 * limits.PAGE_BYTES)
         size = max(capacity_bytes // limits.SEGMENTS_PER_CAPACITY, wanted, limits.SEGMENT_BYTES_MIN)
         # The growth schedule stops at a quarter of a segment; a handful of huge segments would cost
-        # more.
-        size = min(size, max(usable // 8, limits.SEGMENT_BYTES_MIN), limits.SEGMENT_BYTES_MAX)
+        # more. An opaque block can't be cut: without room for it nothing could ever be stored.
+        least = wanted if opaque else limits.SEGMENT_BYTES_MIN
+        size = min(size, max(usable // 8, least), limits.SEGMENT_BYTES_MAX)
         size = -(-size // limits.MIB) * limits.MIB
     if usable // size < limits.SEGMENT_COUNT_MIN:
         need = limits.SEGMENT_COUNT_MIN * size
@@ -101,7 +101,14 @@ def choose_segment_bytes(
 
 
 def default_capacity(path: Path) -> int:
-    """Half of what the file system has free: a cache never fills a disk by default."""
+    """Half of what the file system has free: a cache never fills a disk by default.
+
+    Raises CapacityError where the file system doesn't tell.
+    """
+    if not os.statvfs(path).f_blocks:
+        raise CapacityError(
+            f"the file system of {path} doesn't tell how much is free", advice="give a capacity"
+        )
     return free_bytes(path) // 2
 
 
@@ -134,9 +141,12 @@ def make_budget(
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes that this user can still write on the file system."""
+    """Bytes that this user can still write on the file system.
+
+    Without bound where it has no number of blocks (ramfs, some network file systems).
+    """
     status = os.statvfs(path)
-    return status.f_bavail * status.f_frsize
+    return status.f_bavail * status.f_frsize if status.f_blocks else 1 << 62
 
 
 def disk_usage(root: Path, own: Path | None = None) -> int:
@@ -163,6 +173,7 @@ class Space:
 
     def __init__(
         self,
+        root: Path,
         budget: Budget,
         watermarks: tuple[float, float],
         segments: Segments,
@@ -172,7 +183,9 @@ class Space:
         clock_ms: Callable[[], int],
         leased: Callable[[], set[int]],
     ) -> None:
+        """root: the store's folder, of which others may use a part."""
         self.budget = budget
+        self._root = root
         self.low_watermark, self.high_watermark = watermarks
         self.evicted_blocks = 0
         self.evicted_segments = 0
@@ -193,6 +206,7 @@ class Space:
 
         kills(): rows that must be durable before anything is freed. May raise StoreError.
         """
+        self.shrink(kills)
         self.keep_watermark(kills)
         segment = self._free_file() or self._new_file()
         if segment is None and self.reclaim(1, kills):
@@ -297,8 +311,17 @@ class Space:
             time.sleep(0.0005)
         return True
 
-    def shrink(self, kills: Callable[[], NDArray[Any]]) -> None:
-        """Removes files until the capacity holds: after an open with a smaller one."""
+    def shrink(self, kills: Callable[[], NDArray[Any]], log_bytes: int = 0) -> None:
+        """Removes files until the capacity holds.
+
+        After an open with a smaller one, after others took room in the folder, and where the log is
+        to grow by log_bytes beyond metadata's share.
+        """
+        self.budget = replace(
+            self.budget,
+            foreign_bytes=disk_usage(self._root, self._segments.folder),
+            metadata_bytes=self._manifest.bytes_max(log_bytes),
+        )
         while (over := self._segments.count_files() - self.budget.segments_max) > 0:
             files = [s for s in self._segments.in_state(SegmentState.FREE) if s.has_file()]
             if not files and not self.reclaim(over, kills):

@@ -160,7 +160,7 @@ class Store:
 
     def _start_writer(self, segment_bytes: int) -> None:
         options, state = self.options, self.manifest_state
-        self.budget = make_budget(
+        budget = make_budget(
             self.path, self._folder, self.capacity_bytes, segment_bytes, options.free_floor_bytes
         )
         known = [self.recovery.last_sequence + 1, state.next_sequence]
@@ -175,7 +175,8 @@ class Store:
         )
         self.staging = Staging(int(options.staging_bytes))
         self.space = Space(
-            self.budget,
+            self.path,
+            budget,
             (options.low_watermark, options.high_watermark),
             self.segments,
             self.manifest,
@@ -317,7 +318,7 @@ class Store:
 
     def take_lease(self, segments: NDArray[np.uint32], lease_ms: int) -> Lease | None:
         """A lease on pinned segments, or None at a limit."""
-        most = self.budget.segments_max if not self.read_only else len(self.segments)
+        most = self.space.budget.segments_max if not self.read_only else len(self.segments)
         return self.leases.take(segments.copy(), lease_ms, most)
 
     # ---- asynchronous use ----
