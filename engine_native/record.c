@@ -114,6 +114,7 @@ static bool tlvs_read(const uint8_t *bytes, const fkv_record_header *fixed,
         memcpy(&tlv, bytes + at, sizeof tlv);
         at += sizeof tlv;
         if (tlv.reserved || tlv.length_bytes > end - at) return false;
+        if (tlv.type < TLV_KNOWN && found[tlv.type].data) return false;
         if (tlv.type < TLV_KNOWN)
             found[tlv.type] = (tlv_view){bytes + at, tlv.length_bytes};
         else if (tlv.type & FKV_TLV_CRITICAL)
@@ -278,10 +279,20 @@ static bool decode_stripes(fkv_header *h, const tlv_view *t, uint64_t full_total
     return good && w.next == w.count && w.page == h->payload_pages;
 }
 
+/* What this version writes: other values are a later one's, and mean what can't be known here. */
+static bool fields_known(const fkv_record_header *f)
+{
+    bool data = f->kind == FKV_KIND_DATA;
+    uint32_t flags = data && f->codec == FKV_CODEC_RAW ? FKV_RECORD_INLINE | FKV_RECORD_ALIGNED : 0;
+    return !f->table_set && f->fidelity == FKV_FIDELITY_EXACT && !(f->flags & ~flags)
+           && f->codec_version == (data ? 1 : 0);
+}
+
 static bool decode(fkv_header *h)
 {
     const fkv_record_header *f = &h->fixed;
     tlv_view t[TLV_KNOWN] = {{0}};
+    if (!fields_known(f)) return false;
     if (!tlvs_read(h->bytes, f, t)) return false;
     if (f->kind == FKV_KIND_NAMESPACE)
         return t[FKV_TLV_NAMESPACE].length > 0 && h->payload_pages == 0;
@@ -291,9 +302,8 @@ static bool decode(fkv_header *h)
     h->page_crcs = (const uint32_t *)t[FKV_TLV_PAGE_CRCS].data;
     if (f->codec == FKV_CODEC_RAW) return decode_raw(h, t);
     uint64_t full;
-    return f->codec == FKV_CODEC_LOSSLESS && f->codec_version == 1
-           && fkv_geometry_codable(&h->geometry) && decode_streams(h, t, &full)
-           && decode_stripes(h, t, full);
+    return f->codec == FKV_CODEC_LOSSLESS && fkv_geometry_codable(&h->geometry)
+           && decode_streams(h, t, &full) && decode_stripes(h, t, full);
 }
 
 uint32_t fkv_header_peek(const uint8_t *page, uint32_t page_number)

@@ -117,7 +117,7 @@ def decode_footer(page: bytes, uuid: bytes, epoch: int, segment_bytes: int) -> F
         or row.version != lib.FKV_FORMAT_VERSION
     ):
         return None
-    if bytes(row.segment_uuid) != uuid or row.epoch != epoch:
+    if bytes(row.segment_uuid) != uuid or row.epoch != epoch or any(row.reserved):
         return None
     if not 1 <= row.section_count <= lib.FKV_SECTIONS_MAX:
         return None

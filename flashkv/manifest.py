@@ -99,7 +99,7 @@ class Superblock:
                 limit=f"version {lib.FKV_FORMAT_VERSION}",
                 advice="use a new folder: version 0 is not kept between builds",
             )
-        unknown = row.features_incompatible or row.features_read_only
+        unknown = row.features_incompatible or row.features_read_only or row.reserved
         if (
             unknown
             or row.page_shift != lib.FKV_PAGE_SHIFT

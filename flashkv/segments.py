@@ -230,6 +230,8 @@ def decode_header(page: bytes) -> SegmentHeader | None:
             value=int(row.version),
             limit=f"version {lib.FKV_FORMAT_VERSION}",
         )
+    if row.page_shift != lib.FKV_PAGE_SHIFT or any(row.reserved):
+        return None
     return SegmentHeader(
         store_uuid=bytes(row.store_uuid),
         segment_uuid=bytes(row.segment_uuid),
