@@ -117,29 +117,30 @@ class EncodeJob:
     created_ms: int
     keepalive: Any = None
 
-    def _batch(self, records: NDArray[Any], base: Any) -> Any:
-        batch = ffi.new("fkv_encode_batch *")
-        batch.geometry = self.geometry
-        batch.view = self.view
+    def __post_init__(self) -> None:
         self._held = (
             ffi.from_buffer("uint8_t[]", self.namespace_digest),
             ffi.from_buffer("uint8_t[]", self.shard),
         )
+        batch = self._batch = ffi.new("fkv_encode_batch *")
+        batch.geometry = self.geometry
+        batch.view = self.view
         batch.namespace_digest, batch.shard = self._held
         batch.keys = pointer(self.keys, "uint8_t *")
         batch.parents = pointer(self.parents, "uint8_t *")
         batch.pointers = pointer(self.pointers, "uint64_t *")
         batch.blocks = pointer(self.blocks, "fkv_encode_block *")
-        batch.records = pointer(records, "fkv_encode_record *")
-        batch.record_count = len(records)
         batch.created_ms = self.created_ms
-        batch.buffer = base
-        return batch
+
+    def _with(self, records: NDArray[Any]) -> Any:
+        self._batch.records = pointer(records, "fkv_encode_record *")
+        self._batch.record_count = len(records)
+        return self._batch
 
     def bounds(self) -> NDArray[np.uint64]:
         """Staging bytes that each record can need: uint64[records]."""
-        bounds = np.zeros(len(self.records), np.uint64)
-        lib.fkv_encode_bounds(self._batch(self.records, ffi.NULL), pointer(bounds, "uint64_t *"))
+        bounds = np.empty(len(self.records), np.uint64)
+        lib.fkv_encode_bounds(self._with(self.records), pointer(bounds, "uint64_t *"))
         return bounds
 
     def slices(
@@ -161,6 +162,8 @@ class EncodeJob:
         Their rows receive the results.
         """
         records["buffer_offset"] = buffer.used + np.cumsum(bounds) - bounds
-        lib.fkv_encode(engine, self._batch(records, buffer.base))
+        batch = self._with(records)
+        batch.buffer = buffer.base
+        lib.fkv_encode(engine, batch)
         ends = records["buffer_offset"] + records["pages"] * np.uint64(limits.PAGE_BYTES)
         buffer.used = int(ends.max())

@@ -233,13 +233,12 @@ def _status_table() -> NDArray[np.uint8]:
 
 def block_statuses(native: NDArray[Any]) -> NDArray[np.uint8]:
     """Native statuses (FKV_*, or a negative errno) as uint8[N] of BlockStatus."""
-    signed = np.asarray(native).astype(np.int64, copy=False)
-    if native.dtype == np.uint32:  # a negative errno in an unsigned field
-        signed = native.astype(np.uint32).view(np.int32).astype(np.int64)
+    if not native.any():  # nearly always
+        return np.zeros(len(native), np.uint8)
+    signed = native.view(np.int32) if native.dtype == np.uint32 else native.astype(np.int64)
     statuses = _status_table()[np.clip(signed, 0, 255)]
-    failed = np.flatnonzero(signed < 0)
-    for code in np.unique(signed[failed]):
-        statuses[signed == code] = errno_status(int(code))
+    for code in np.unique(signed[signed < 0]).tolist():
+        statuses[signed == code] = errno_status(code)
     return statuses
 
 

@@ -85,8 +85,10 @@ class Keys:
 
     def starts_lengths(self) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
         """(where each key begins in the blob, its bytes): uint64[N] each."""
-        lengths = np.diff(self.ends, prepend=np.uint64(0))
-        return self.ends - lengths, lengths
+        starts = np.empty_like(self.ends)
+        starts[:1] = 0
+        starts[1:] = self.ends[:-1]
+        return starts, self.ends - starts
 
     def digests(self, space: Any) -> NDArray[np.uint8]:
         """uint8[N, 16]: digests in a keyspace (fkv_keyspace *)."""

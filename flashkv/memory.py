@@ -126,6 +126,8 @@ def token_counts(tokens: Any, count: int, block_tokens: int) -> NDArray[np.uint1
     """Tokens of each block: uint16[count]. tokens: None (all full), an int, or one int a block."""
     if tokens is None:
         return np.full(count, block_tokens, np.uint16)
+    if type(tokens) is int and 1 <= tokens <= block_tokens:
+        return np.full(count, tokens, np.uint16)
     array = np.asarray(tokens)
     if array.dtype.kind not in "iu" and array.size:
         raise MemoryViewError("token counts must be ints", value=array.dtype)

@@ -165,7 +165,7 @@ class Namespace:
         self, digests: NDArray[np.uint8], keys: Keys, sizes: NDArray[np.int64], *, replace: bool
     ) -> NDArray[np.uint8]:
         """BlockStatus of each block before any work; OK: to be stored."""
-        statuses = np.full(len(keys), BlockStatus.OK, np.uint8)
+        statuses = np.zeros(len(keys), np.uint8)  # OK
         statuses[sizes > self._store.block_bytes_max] = BlockStatus.BLOCK_TOO_LARGE
         if not replace:
             statuses[self._store.index.contains_digests(digests)] = BlockStatus.PRESENT

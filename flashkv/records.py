@@ -76,22 +76,25 @@ def plan(
     if not len(rows):
         empty = np.zeros(0, np.int64)
         return RecordPlan(rows, empty, empty, np.zeros(0, np.uint64))
-    ends = np.cumsum(tokens, dtype=np.int64)
-    starts = ends - tokens
-    cuts = np.flatnonzero(np.diff(rows) != 1) + 1
-    run_first = np.concatenate(([0], cuts))
-    run_end = np.concatenate((cuts, [len(rows)]))
+    starts = np.cumsum(tokens, dtype=np.int64) - tokens
+    if len(rows) == rows[-1] - rows[0] + 1:  # one run: nothing in between was skipped
+        run_first, run_end = [0], [len(rows)]
+    else:
+        cuts = (np.flatnonzero(rows[1:] - rows[:-1] != 1) + 1).tolist()
+        run_first, run_end = [0, *cuts], [*cuts, len(rows)]
     firsts: list[NDArray[np.int64]] = []
-    uniform = tokens.min() == tokens.max() and block_bytes.min() == block_bytes.max()
-    for first, end in zip(run_first.tolist(), run_end.tolist(), strict=True):
+    uniform = bool((tokens == tokens[0]).all() and (block_bytes == block_bytes[0]).all())
+    for first, end in zip(run_first, run_end, strict=True):
         base = position + int(starts[rows[first]]) if position is not None else 0
         if uniform:
             sizes = (int(tokens[0]), int(block_bytes[0]))
             firsts.append(first + _cut_uniform(end - first, sizes, base, bounds))
         else:
             firsts.append(_cut(rows[first:end], tokens, block_bytes, base, bounds) + first)
-    record_first = np.concatenate(firsts)
-    count = np.diff(np.append(record_first, len(rows)))
+    record_first = np.concatenate(firsts) if len(firsts) > 1 else firsts[0]
+    count = np.empty_like(record_first)
+    count[:-1] = record_first[1:] - record_first[:-1]
+    count[-1] = len(rows) - record_first[-1]
     if position is None:
         start_token = np.full(len(record_first), unknown, np.uint64)
     else:
@@ -120,8 +123,7 @@ def _cut_uniform(
         records = -(-in_stage // step)
         parts.append(np.arange(done, done + records * step, step, dtype=np.int64))
         done += records * step
-    cut: NDArray[np.int64] = np.concatenate(parts)
-    return cut
+    return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
 def _cut(

@@ -30,6 +30,7 @@ from flashkv.native import aligned_copy, lib, pointer
 from flashkv.segments import DIR_BLOCK, DIR_RECORD, Segment, Segments, SegmentState
 from flashkv.space import Space
 
+_OK: Final = int(BlockStatus.OK)
 _COPIED: Final = ("sequence", "pages", "header_pages", "block_count", "tokens", "codec", "flags")
 """Fields of an encoded record that its directory row has too."""
 
@@ -96,7 +97,7 @@ class SegmentWriter:
 
     def put(self, job: EncodeJob, rows: PutRows) -> NDArray[np.uint8]:
         """Codes and places all records of the job; BlockStatus of each record: uint8[records]."""
-        statuses = np.full(len(job.records), BlockStatus.OK, np.uint8)
+        statuses = np.zeros(len(job.records), np.uint8)  # OK
         bounds = job.bounds()
         for first, end, length in job.slices(bounds, self._staging.buffer_bytes):
             records = job.records[first:end]
@@ -138,36 +139,42 @@ class SegmentWriter:
         statuses: NDArray[np.uint8],
     ) -> None:
         """Gives each coded record its place, segment by segment."""
-        todo = np.flatnonzero(statuses == BlockStatus.OK)
+        todo = np.flatnonzero(statuses == _OK)
         while len(todo):
-            segment = self._segment_for(records[todo[:1]], rows)
+            left = records if len(todo) == len(records) else records[todo]
+            segment, count = self._segment_for(left, rows)
             if segment is None:
                 statuses[todo] = BlockStatus.NO_SPACE
                 return
-            count = self._fitting(segment, records[todo])
             if count == 0:  # larger than what an empty segment holds
                 statuses[todo[0]] = BlockStatus.BLOCK_TOO_LARGE
                 todo = todo[1:]
                 continue
-            self._append(segment, records[todo[:count]], job, rows, buffer)
+            self._append(segment, left[:count], job, rows, buffer)
             todo = todo[count:]
 
-    def _segment_for(self, record: NDArray[Any], rows: PutRows) -> Segment | None:
-        """The open segment if the record (one row) fits, else a new one; the namespace is in it."""
+    def _segment_for(self, records: NDArray[Any], rows: PutRows) -> tuple[Segment | None, int]:
+        """(open segment, how many of the records fit it): a new one where none fits the old.
+
+        The namespace is in it. None where there is no space; 0 where not even an empty one holds
+        the first record.
+        """
         segment = self._open
-        pages = _namespace_pages(rows)
         if segment is not None and rows.namespace_digest in segment.namespaces:
-            pages = 0
-        if segment is None or self._fitting(segment, record, pages) == 0:
-            if segment is not None and segment.record_count == 0:
-                return segment  # empty, and still it doesn't fit
-            self.seal()
-            segment = self._open = self._space.take(self.next_sequence, self.take_kills)
-            if segment is None:
-                return None
-        if rows.namespace_digest not in segment.namespaces:
+            count = self._fitting(segment, records)
+            if count or not segment.record_count:
+                return segment, count
+        elif segment is not None and self._fitting(segment, records[:1], _namespace_pages(rows)):
             self._append_namespace(segment, rows)
-        return segment
+            return segment, self._fitting(segment, records)
+        elif segment is not None and not segment.record_count:
+            return segment, 0
+        self.seal()
+        segment = self._open = self._space.take(self.next_sequence, self.take_kills)
+        if segment is None:
+            return None, 0
+        self._append_namespace(segment, rows)
+        return segment, self._fitting(segment, records)
 
     def _fitting(self, segment: Segment, records: NDArray[Any], before: int = 0) -> int:
         """How many of the records, in order, fit the segment together with their directory.
@@ -176,7 +183,7 @@ class SegmentWriter:
         """
         pages = np.cumsum(records["pages"], dtype=np.int64)
         blocks = segment.block_count + np.cumsum(records["block_count"], dtype=np.int64)
-        counts = segment.record_count + np.arange(1, len(records) + 1)
+        counts = np.arange(segment.record_count + 1, segment.record_count + len(records) + 1)
         pages += directory.pages_needed(
             counts, blocks, len(segment.namespaces) + 1, bloom=self._bloom
         )
