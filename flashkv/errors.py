@@ -236,7 +236,7 @@ def block_statuses(native: NDArray[Any]) -> NDArray[np.uint8]:
     if not native.any():  # nearly always
         return np.zeros(len(native), np.uint8)
     signed = native.view(np.int32) if native.dtype == np.uint32 else native.astype(np.int64)
-    statuses = _status_table()[np.clip(signed, 0, 255)]
+    statuses: NDArray[np.uint8] = _status_table()[np.clip(signed, 0, 255)]
     for code in np.unique(signed[signed < 0]).tolist():
         statuses[signed == code] = errno_status(code)
     return statuses

@@ -20,12 +20,17 @@ from numpy.typing import NDArray
 from flashkv import limits
 from flashkv.blockio import BlockIO
 from flashkv.errors import BlockStatus, block_statuses, damaged_mask
-from flashkv.index import NONE, Index
+from flashkv.index import NONE, Index, Keys
 from flashkv.native import address, dtype_of, ffi, lib, pointer
 from flashkv.segments import Segments
 
 READ_RECORD: Final = dtype_of("fkv_read_record")
 READ_WANT: Final = dtype_of("fkv_read_want")
+_MISS: Final = int(lib.FKV_MISS)
+_COPIED: Final = tuple(
+    name for name in dtype_of("fkv_place").names or () if name in (READ_RECORD.names or ())
+)
+"""Fields of a record that its place has too."""
 
 
 @dataclass(eq=False)
@@ -39,8 +44,7 @@ class ReadRequest:
     view: Any
     namespace_digest: bytes
     shard: bytes
-    keys: NDArray[np.uint8]
-    key_ends: NDArray[np.uint64]
+    keys: Keys
     places: NDArray[Any]
     pointers: NDArray[np.uint64]
     first_token: int = 0
@@ -87,7 +91,8 @@ class SegmentReader:
     def read(self, request: ReadRequest, digests: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """BlockStatus of each block: uint8[N]. Blocks without a place are MISS."""
         places = request.places
-        native = np.full(len(places), lib.FKV_MISS, np.uint32)
+        native = np.full(len(places), _MISS, np.uint32)
+        pinned = places["segment"].copy()
         try:
             rows = np.flatnonzero(places["record"] != NONE)
             if len(rows) and self._wait_written(int(places["sequence"][rows].max())):
@@ -97,14 +102,14 @@ class SegmentReader:
                 order, starts = _by_record(places, rows)
                 native[order] = self._read(request, order, starts)
         finally:
-            self._index.unpin(np.ascontiguousarray(places["segment"]))
+            self._index.unpin(pinned)
+        if not native.any():
+            return np.zeros(len(native), np.uint8)
         damaged = damaged_mask(native)
         if damaged.any():
             self._damage(places, digests, np.flatnonzero(damaged))
         statuses = block_statuses(native)
-        if len(rows):
-            failed = np.isin(statuses[rows], (BlockStatus.MISS, BlockStatus.IO_ERROR))
-            self._forget(places, digests, rows[failed & ~damaged[rows]])
+        self._forget(places, digests, np.flatnonzero(statuses == BlockStatus.IO_ERROR))
         return statuses
 
     def _read(
@@ -113,9 +118,9 @@ class SegmentReader:
         places = request.places[order]
         fds, epochs, uuids = self._segments.fds, self._segments.epochs, self._segments.uuids
         wants = np.zeros(len(order), READ_WANT)
-        key_starts = np.concatenate((np.zeros(1, np.uint64), request.key_ends[:-1]))[order]
-        wants["key_offset"] = key_starts
-        wants["key_bytes"] = request.key_ends[order] - key_starts
+        key_starts, key_bytes = request.keys.starts_lengths()
+        wants["key_offset"] = key_starts[order]
+        wants["key_bytes"] = key_bytes[order]
         wants["target"] = order
         wants["ordinal"] = places["ordinal"]
         wants["first_token"] = request.first_token
@@ -123,21 +128,20 @@ class SegmentReader:
         first = places[starts]
         segments = first["segment"]
         records = np.zeros(len(starts), READ_RECORD)
-        for name in ("sequence", "segment", "page", "pages", "header_pages", "codec", "flags"):
+        for name in _COPIED:
             records[name] = first[name]
-        records["record_tokens"] = first["record_tokens"]
-        records["record_blocks"] = first["record_blocks"]
         records["epoch"] = epochs[segments]
         records["fd"] = fds[segments]
         records["segment_uuid"] = address(uuids) + 16 * segments.astype(np.uint64)
         records["first_want"] = starts
-        records["want_count"] = np.diff(np.append(starts, len(order)))
+        records["want_count"][:-1] = starts[1:] - starts[:-1]
+        records["want_count"][-1] = len(order) - starts[-1]
         batch = ffi.new("fkv_read_batch *")
         digest, shard = request.namespace_digest, request.shard
         held = (ffi.from_buffer("uint8_t[]", digest), ffi.from_buffer("uint8_t[]", shard), uuids)
         batch.geometry, batch.view = request.geometry, request.view
         batch.namespace_digest, batch.shard = held[0], held[1]
-        batch.keys = pointer(request.keys, "uint8_t *")
+        batch.keys = pointer(request.keys.blob, "uint8_t *")
         batch.pointers = pointer(request.pointers, "uint64_t *")
         batch.records = pointer(records, "fkv_read_record *")
         batch.record_count = len(records)
@@ -186,11 +190,13 @@ def _by_record(
 
     A block that is wanted twice begins a record of its own: a record's wants are distinct.
     """
+    if len(rows) == 1:
+        return rows, np.zeros(1, np.int64)
     some = places[rows]
     order = np.lexsort((some["ordinal"], some["page"], some["segment"]))
     sorted_places = some[order]
     segment, page, ordinal = (sorted_places[name] for name in ("segment", "page", "ordinal"))
-    same_record = (segment[1:] == segment[:-1]) & (page[1:] == page[:-1])
-    repeated = same_record & (ordinal[1:] == ordinal[:-1])
-    begins = np.concatenate(([True], ~same_record | repeated))
+    begins = np.ones(len(rows), np.bool_)
+    begins[1:] = (segment[1:] != segment[:-1]) | (page[1:] != page[:-1])
+    begins[1:] |= ordinal[1:] == ordinal[:-1]  # of one record, or it begins anyway
     return rows[order], np.flatnonzero(begins)
