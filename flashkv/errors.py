@@ -242,6 +242,11 @@ def block_statuses(native: NDArray[Any]) -> NDArray[np.uint8]:
     return statuses
 
 
+def native_ok(status: int) -> bool:
+    """Whether a native status of a single thing says that it is right."""
+    return status == 0
+
+
 def damaged_mask(native: NDArray[Any]) -> NDArray[np.bool_]:
     """Which native statuses say that stored bytes were wrong: bool[N]."""
     from flashkv.native import lib
