@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashkv import limits
+from flashkv.errors import native_ok
 from flashkv.geometry import AXES, Role
 from flashkv.identity import Shard
 from flashkv.native import dtype_of, ffi, lib, pointer
@@ -120,10 +121,8 @@ class HeaderView:
         self.data = data
         self.page = page
         self.fixed: Any = np.frombuffer(data, HEADER, 1)[0]
-        self.good = (
-            lib.fkv_header_check(data, len(data), ffi.from_buffer("uint8_t[]", uuid), epoch, page)
-            == lib.FKV_OK
-        )
+        place = ffi.from_buffer("uint8_t[]", uuid)
+        self.good = native_ok(lib.fkv_header_check(data, len(data), place, epoch, page))
 
     def __getitem__(self, name: str) -> int:
         return int(self.fixed[name])
