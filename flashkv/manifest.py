@@ -14,6 +14,7 @@ Invariants
 from __future__ import annotations
 
 import os
+import re
 import struct
 import uuid
 from collections.abc import Iterable
@@ -35,6 +36,8 @@ NEW_LOG: Final = "manifest.new"
 KILL: Final = dtype_of("fkv_manifest_kill")
 _ENTRY_BYTES: Final = int(ffi.sizeof("fkv_manifest_entry"))
 _CRC_FIELD: Final = struct.Struct("<I")
+_SHARD_FILE: Final = re.compile(r"lock|superblock\.[ab]|manifest-\d+\.log|manifest\.new")
+_SEGMENT_FILE: Final = re.compile(r"\d{8}\.seg")
 
 
 def reserve_of(capacity_bytes: int) -> int:
@@ -379,6 +382,13 @@ class Manifest:
 def segment_path(folder: Path, segment: int) -> Path:
     """The file of a segment."""
     return folder / SEGMENTS / f"{segment:08d}.seg"
+
+
+def is_own_file(shard: Path, folder: Path, name: str) -> bool:
+    """Whether a file of this name is the shard's own; others may keep files there too."""
+    if folder == shard / SEGMENTS:
+        return _SEGMENT_FILE.fullmatch(name) is not None
+    return folder == shard and _SHARD_FILE.fullmatch(name) is not None
 
 
 def manifest_name(generation: int) -> str:

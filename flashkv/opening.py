@@ -10,6 +10,7 @@ Invariants
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import threading
@@ -23,11 +24,13 @@ from typing import Final
 from flashkv.blockio import BlockIO
 from flashkv.errors import (
     CapacityError,
+    FlashKVError,
     FormatError,
     GeometryError,
     LockedError,
     NotAStoreError,
     StoreAccessError,
+    StoreError,
     SuperblockError,
 )
 from flashkv.geometry import KVGeometry
@@ -94,7 +97,7 @@ def access_errors(path: Path) -> Iterator[None]:
     """Turns what the operating system refuses into errors that say what to do."""
     try:
         yield
-    except (LockedError, StoreAccessError, NotAStoreError):
+    except FlashKVError:
         raise
     except PermissionError as error:
         raise StoreAccessError(
@@ -105,6 +108,9 @@ def access_errors(path: Path) -> Iterator[None]:
         raise NotAStoreError(
             f"{error.filename or path} is not a folder", advice="give the path of a folder"
         ) from error
+    except OSError as error:  # a link or folder where a file should be, a full or read-only disk
+        kind = StoreAccessError if error.errno == errno.EROFS else StoreError
+        raise kind(f"{path} can't be opened: {error}") from error
 
 
 def prepare_folder(path: Path, *, read_only: bool) -> Path:

@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,7 +28,7 @@ from flashkv.blockio import BlockIO
 from flashkv.errors import CapacityError
 from flashkv.geometry import DType, KVGeometry
 from flashkv.index import Index
-from flashkv.manifest import Manifest, new_uuid, reserve_of
+from flashkv.manifest import Manifest, is_own_file, new_uuid, reserve_of, segment_path
 from flashkv.native import aligned_copy, lib
 from flashkv.segments import FIRST_PAGE, Segment, Segments, SegmentState, encode_header
 
@@ -150,13 +151,15 @@ def free_bytes(path: Path) -> int:
 
 
 def disk_usage(root: Path, own: Path | None = None) -> int:
-    """Bytes on disk below `root`, as du counts them; without what lies below `own`."""
+    """Bytes on disk below `root`, as du counts them.
+
+    own: a shard's folder; then without the shard's own files.
+    """
     total = 0
-    for folder, folders, files in os.walk(root):
+    for folder, _, files in os.walk(root):
         here = Path(folder)
-        if own is not None and here == own:
-            folders.clear()
-            continue
+        if own is not None:
+            files = [name for name in files if not is_own_file(own, here, name)]  # noqa: PLW2901
         total += sum(_blocks_bytes(here / name) for name in files)
     return total
 
@@ -215,7 +218,21 @@ class Space:
 
     def _free_file(self) -> Segment | None:
         free = [s for s in self._segments.in_state(SegmentState.FREE) if s.has_file()]
-        return free[0] if free else None
+        return next((segment for segment in free if self._reserve(segment)), None)
+
+    def _reserve(self, segment: Segment) -> bool:
+        """Gives the segment's file all of its space; a file that was found cut short lacks some."""
+        lacks = self.budget.segment_bytes - os.fstat(segment.fd).st_blocks * 512
+        if lacks > 0 and free_bytes(self._segments.folder) - lacks < self.budget.floor_bytes:
+            self.floor_refusals += 1
+            return False
+        try:
+            if not self._io.preallocate(segment.fd, self.budget.segment_bytes):
+                self.fallocate_refusals += 1
+        except OSError:  # the disk filled meanwhile: as if there were no room
+            self.floor_refusals += 1
+            return False
+        return True
 
     def _new_file(self) -> Segment | None:
         if self._segments.count_files() >= self.budget.segments_max:
@@ -223,24 +240,35 @@ class Space:
         if free_bytes(self._segments.folder) - self.budget.segment_bytes < self.budget.floor_bytes:
             self.floor_refusals += 1
             return None
-        bare = [s for s in self._segments.in_state(SegmentState.FREE) if not s.has_file()]
-        number = bare[0].number if bare else self._segments.next_number()
+        number = self._unused_number()
         try:
             self._manifest.create_segment(number)
-            segment = bare[0] if bare else self._segments.add(number)
+            segment = self._segments.get(number) or self._segments.add(number)
             self._segments.open_file(segment, writable=True)
-            if not self._io.preallocate(segment.fd, self.budget.segment_bytes):
-                self.fallocate_refusals += 1
-        except OSError:  # the disk filled meanwhile: as if there were no room
-            if (late := self._segments.get(number)) is not None:
-                self._segments.close_file(late)
+        except OSError:
             self._manifest.remove_segment(number)
             self.floor_refusals += 1
+            return None
+        if not self._reserve(segment):
+            self._segments.close_file(segment)
+            self._manifest.remove_segment(number)
             return None
         segment.uuid = new_uuid()
         return segment
 
+    def _unused_number(self) -> int:
+        """The lowest number without a file; nothing else has its name, be it a link or a folder."""
+        for number in count():
+            segment = self._segments.get(number)
+            if segment is not None and (segment.has_file() or segment.state != SegmentState.FREE):
+                continue
+            if not os.path.lexists(segment_path(self._segments.folder, number)):
+                return number
+        raise AssertionError
+
     def _begin(self, segment: Segment, next_sequence: int) -> Segment | None:
+        if not any(segment.uuid):  # a file that was found without a header
+            segment.uuid = new_uuid()
         epoch = self._manifest.state.epochs.get(segment.number, 0)
         segment.epoch = max(epoch, segment.epoch) + 1
         segment.first_sequence = next_sequence
@@ -276,9 +304,10 @@ class Space:
         spare = max(0, free_bytes(self._segments.folder) - self.budget.floor_bytes)
         return max(1, min(self.budget.segments_max, files + spare // self.budget.segment_bytes))
 
-    def reclaim(self, count: int, kills: Callable[[], NDArray[Any]]) -> int:
-        """Drops the records of up to `count` segments; returns how many became free."""
-        freed: dict[int, int] = {}
+    def reclaim(self, wanted: int, kills: Callable[[], NDArray[Any]]) -> int:
+        """Drops the records of up to `wanted` segments; returns how many became free."""
+        dropped: dict[int, int] = {}  # a pinned one's end is logged too: its blocks stay away
+        freed: list[int] = []
         leased = self._leased()
         candidates = [
             segment
@@ -288,14 +317,15 @@ class Space:
         usage = self._index.usage([segment.number for segment in candidates])
         order = np.lexsort((np.arange(len(candidates)), usage["live_blocks"] > 0))
         for row in order.tolist():
-            if len(freed) == count:
+            if len(freed) == wanted:
                 break
             segment = candidates[row]
             self.evicted_blocks += self._index.drop_segment(segment.number)
+            dropped[segment.number] = segment.epoch
             if self._wait_unpinned(segment, patient=not freed):
-                freed[segment.number] = segment.epoch
-        if freed:
-            self._manifest.segments_freed(freed, kills())
+                freed.append(segment.number)
+        if dropped:
+            self._manifest.segments_freed(dropped, kills())
             self.evicted_segments += len(freed)
         for number in freed:
             self._segments[number].state = SegmentState.FREE
