@@ -303,6 +303,8 @@ static bool decode(fkv_header *h)
     if (f->codec == FKV_CODEC_RAW) return decode_raw(h, t);
     uint64_t full;
     return f->codec == FKV_CODEC_LOSSLESS && fkv_geometry_codable(&h->geometry)
+           && f->payload_bytes == (uint64_t)h->payload_pages * FKV_PAGE_BYTES
+           && f->logical_bytes == fkv_block_bytes(&h->geometry, f->tokens)
            && decode_streams(h, t, &full) && decode_stripes(h, t, full);
 }
 

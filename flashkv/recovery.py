@@ -77,6 +77,7 @@ class Recovery:
         namespace_ids: dict[bytes, int],
         *,
         writable: bool,
+        digest_bytes: int = limits.DIGEST_BYTES,
     ) -> None:
         """namespace_ids: digest -> in-memory number; grows as namespaces are met."""
         self.report = RecoveryReport()
@@ -86,6 +87,7 @@ class Recovery:
         self._state = state
         self._namespace_ids = namespace_ids
         self._writable = writable
+        self._digest_bytes = digest_bytes
 
     def run(self) -> RecoveryReport:
         """Opens every segment file. Raises StoreError where one can't be opened at all."""
@@ -191,6 +193,7 @@ class Recovery:
         contents, damaged, unreadable = scan(
             self._io, segment, FIRST_PAGE, max(end_page, FIRST_PAGE), verify=True
         )
+        contents.blocks["digest"][:, self._digest_bytes :] = 0  # as the writer's, see Store
         self.report.scanned_segments += 1
         self.report.scanned_bytes += (contents.next_page - FIRST_PAGE) * limits.PAGE_BYTES
         self.report.damaged_records += damaged

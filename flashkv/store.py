@@ -141,6 +141,7 @@ class Store:
             state,
             self._namespace_ids,
             writable=not self.read_only,
+            digest_bytes=self.digest_bytes,
         )
         self.recovery = recovery.run()
         self.recovery.manifest_rebuilt = not log_found
