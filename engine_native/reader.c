@@ -16,22 +16,32 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Operations that one thread gathers to submit them together. */
+/* Operations that one thread gathers to submit them together: so few that the device starts while
+ * the rest is planned, so many that a submission's cost is shared. */
+#define GATHER_MAX 16
 typedef struct {
     fkv_io_op *head, **tail;
+    uint32_t count;
 } op_list;
 static _Thread_local op_list *gathering;
 
 static void gather_begin(op_list *list)
 {
-    *list = (op_list){NULL, &list->head};
+    *list = (op_list){NULL, &list->head, 0};
     gathering = list;
+}
+
+static void gather_flush(fkv_engine *engine, op_list *list)
+{
+    fkv_io_op *head = list->head;
+    *list = (op_list){NULL, &list->head, 0};
+    if (head) engine->backend->submit(engine->backend, head);
 }
 
 static void gather_end(fkv_engine *engine, op_list *list)
 {
     gathering = NULL;
-    if (list->head) engine->backend->submit(engine->backend, list->head);
+    gather_flush(engine, list);
 }
 
 void fkv_want_fail(fkv_reading *reading, uint32_t want, uint32_t status)
@@ -191,13 +201,14 @@ static void extent_ready(fkv_pool_waiter *waiter, uint8_t *buffer)
     }
     fkv_io_prepare(op);
     op->next = NULL;
-    if (gathering) {
-        *gathering->tail = op;
-        gathering->tail = &op->next;
-    } else {
-        fkv_backend *backend = extent->reading->job->engine->backend;
-        backend->submit(backend, op);
+    fkv_engine *engine = extent->reading->job->engine;
+    if (!gathering) {
+        engine->backend->submit(engine->backend, op);
+        return;
     }
+    *gathering->tail = op;
+    gathering->tail = &op->next;
+    if (++gathering->count == GATHER_MAX) gather_flush(engine, gathering);
 }
 
 void fkv_extent_issue(fkv_extent *extent)
