@@ -44,14 +44,21 @@ class Keys:
         """
         if isinstance(keys, Keys):
             return keys
-        if isinstance(keys, np.ndarray):
-            return cls._pack_array(keys)
         if isinstance(keys, (bytes, bytearray, memoryview, str)):
             raise KeyFormatError(
                 "keys must be a sequence of bytes",
                 value=f"one {type(keys).__name__}",
                 advice="Put a single key into a list",
             )
+        if hasattr(keys, "__len__") and len(keys) > limits.BATCH_BLOCKS_MAX:
+            raise KeyFormatError(
+                "too many keys in one batch",
+                value=len(keys),
+                limit=limits.BATCH_BLOCKS_MAX,
+                advice="split the batch",
+            )
+        if isinstance(keys, np.ndarray):
+            return cls._pack_array(keys)
         try:
             lengths = list(map(len, keys))
             blob = b"".join(keys)

@@ -254,8 +254,13 @@ def axis_sizes(group: Group, view: MemoryView, region: int, block_tokens: int) -
 
 @lru_cache(maxsize=512)
 def view_regions(geometry: KVGeometry, group: int, view: MemoryView, selection: Selection) -> int:
-    """Regions of a block: addresses that it needs."""
-    return len(region_places(selected_group(geometry.groups[group], selection), view))
+    """Regions of a block: addresses that it needs. Raises MemoryViewError."""
+    count = len(region_places(selected_group(geometry.groups[group], selection), view))
+    if count > limits.REGIONS_MAX:
+        raise MemoryViewError(
+            "the view splits a block into too many regions", value=count, limit=limits.REGIONS_MAX
+        )
+    return count
 
 
 @lru_cache(maxsize=512)

@@ -128,13 +128,15 @@ class Namespace:
         """
         store = self._store
         store.check_writable()
-        packed = Keys.pack(keys)
+        packed = _packed(keys)
         if parents is not None and len(parents) != len(packed):
             raise KeyFormatError(
                 "parents must name one key a block", value=len(parents), limit=len(packed)
             )
-        if position is not None and not 0 <= position < 1 << 62:
-            raise MemoryViewError("position must be a token's place", value=position)
+        if position is not None and not (
+            isinstance(position, (int, np.integer)) and 0 <= position < 1 << 62
+        ):
+            raise MemoryViewError("position must be a token's place", value=repr(position))
         number = self.geometry.group_index(group)
         memory = block_memory(
             data, len(packed), self.geometry, group=number, view=view, block_tokens=_room(tokens)
@@ -273,7 +275,7 @@ class Namespace:
         """
         store = self._store
         store.check_open()
-        packed = Keys.pack(keys)
+        packed = _packed(keys)
         number = self.geometry.group_index(group)
         first, count = _token_range(token_range)
         memory = block_memory(
@@ -375,6 +377,19 @@ class Namespace:
 
     def __repr__(self) -> str:
         return f"Namespace({self.identity.model!r}, {self.digest.hex()[:16]})"
+
+
+def _packed(keys: KeyBatch) -> Keys:
+    """Keys of a batch that moves blocks. Raises KeyFormatError."""
+    packed = Keys.pack(keys)
+    if len(packed) > limits.BATCH_BLOCKS_MAX:
+        raise KeyFormatError(
+            "too many blocks in one call",
+            value=len(packed),
+            limit=limits.BATCH_BLOCKS_MAX,
+            advice="cut the batch",
+        )
+    return packed
 
 
 def _room(tokens: Any) -> int | None:

@@ -31,6 +31,7 @@ from flashkv.errors import (
     DurabilityError,
     ForkedError,
     IdentityError,
+    OptionsError,
     ReadOnlyStoreError,
 )
 from flashkv.geometry import DType, KVGeometry
@@ -325,8 +326,17 @@ class Store:
     # ---- asynchronous use ----
 
     def client(self, *, max_tickets: int = limits.TICKETS_MAX) -> Client:
-        """A completion queue with an eventfd of its own. Raises ClosedError, BusyError."""
+        """A completion queue with an eventfd of its own.
+
+        max_tickets: submitted and not drained at once. Raises ClosedError, BusyError, OptionsError.
+        """
         self.check_open()
+        if not 1 <= max_tickets <= limits.TICKETS_LIMIT:
+            raise OptionsError(
+                "max_tickets is out of range",
+                value=max_tickets,
+                limit=f"1 to {limits.TICKETS_LIMIT}",
+            )
         if len(self._clients) >= limits.CLIENTS_MAX:
             raise BusyError("too many clients", value=len(self._clients), limit=limits.CLIENTS_MAX)
         client = Client(self._lanes, self._reach, self._clients.discard, max_tickets)

@@ -117,12 +117,15 @@ class Client:
     def __init__(
         self,
         lanes: Lanes,
+        check_open: Callable[[], None],
         reach: Callable[[Milestone], None],
         forget: Callable[[Client], None],
         max_tickets: int,
     ) -> None:
-        """reach(milestone): returns once everything captured so far has come that far."""
+        """check_open(): raises where the store's handle is dead. reach(milestone): returns once
+        everything captured so far has come that far."""
         self._lanes = lanes
+        self._check_open = check_open
         self._reach = reach
         self._forget = forget
         self._max_tickets = max_tickets
@@ -133,6 +136,7 @@ class Client:
         self._idle = threading.Condition(self._lock)
         self._next_id = 1
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._accepts = True
         self._closed = False
 
     # ---- submitting ----
@@ -183,8 +187,9 @@ class Client:
     def _submit(
         self, kind: str, work: Callable[[Ticket], None], notify: Milestone, *, write: bool
     ) -> Ticket:
+        self._check_open()
         with self._lock:
-            if self._closed:
+            if not self._accepts:
                 raise ClosedError("the client is closed")
             if self._open >= self._max_tickets:
                 raise BusyError(
@@ -242,13 +247,22 @@ class Client:
 
         Finished tickets can still be drained.
         """
+        if self._closed:
+            return
         with self._lock:
+            self._accepts = False
+            self._idle.wait_for(lambda: self._running == 0)
             if self._closed:
                 return
-            self._idle.wait_for(lambda: self._running == 0)
             self._closed = True
             os.close(self._event_fd)
         self._forget(self)
+
+    def after_fork(self) -> None:
+        """In the child: the lanes' threads are the parent's, and locks may be held for ever."""
+        if not self._closed:
+            self._accepts, self._closed = False, True
+            os.close(self._event_fd)
 
     def __enter__(self) -> Client:
         return self
