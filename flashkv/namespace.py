@@ -128,7 +128,7 @@ class Namespace:
         """
         store = self._store
         store.check_writable()
-        packed = _packed(keys)
+        packed = Keys.pack(keys)
         if parents is not None and len(parents) != len(packed):
             raise KeyFormatError(
                 "parents must name one key a block", value=len(parents), limit=len(packed)
@@ -275,7 +275,7 @@ class Namespace:
         """
         store = self._store
         store.check_open()
-        packed = _packed(keys)
+        packed = Keys.pack(keys)
         number = self.geometry.group_index(group)
         first, count = _token_range(token_range)
         memory = block_memory(
@@ -377,19 +377,6 @@ class Namespace:
 
     def __repr__(self) -> str:
         return f"Namespace({self.identity.model!r}, {self.digest.hex()[:16]})"
-
-
-def _packed(keys: KeyBatch) -> Keys:
-    """Keys of a batch that moves blocks. Raises KeyFormatError."""
-    packed = Keys.pack(keys)
-    if len(packed) > limits.BATCH_BLOCKS_MAX:
-        raise KeyFormatError(
-            "too many blocks in one call",
-            value=len(packed),
-            limit=limits.BATCH_BLOCKS_MAX,
-            advice="cut the batch",
-        )
-    return packed
 
 
 def _room(tokens: Any) -> int | None:

@@ -339,7 +339,9 @@ class Store:
             )
         if len(self._clients) >= limits.CLIENTS_MAX:
             raise BusyError("too many clients", value=len(self._clients), limit=limits.CLIENTS_MAX)
-        client = Client(self._lanes, self._reach, self._clients.discard, max_tickets)
+        client = Client(
+            self._lanes, self.check_open, self._reach, self._clients.discard, max_tickets
+        )
         self._clients.add(client)
         return client
 
@@ -391,6 +393,8 @@ class Store:
     def _after_fork(self) -> None:
         """In the child: threads, locks and buffers are the parent's."""
         self._closed = self._forked = True
+        for client in self._clients:
+            client.after_fork()
         if self._lock is not None:
             self._lock.forget()
             self._lock = None
