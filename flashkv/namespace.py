@@ -147,7 +147,7 @@ class Namespace:
             return BatchResult(np.zeros(0, np.uint8))
         sizes = counts.astype(np.int64) * self.geometry.token_bytes(number)
         digests = packed.digests(self._space)
-        with store.writer_lock:
+        with store.gate, store.writer_lock:
             store.check_writable()
             statuses = self._skip(digests, packed, sizes, replace=replace)
             plan = records.plan(
@@ -291,20 +291,21 @@ class Namespace:
         if not len(packed):
             return BatchResult(np.zeros(0, np.uint8))
         digests = packed.digests(self._space)
-        places = store.index.lookup(digests, pin=True)
-        self._refuse(places, number, memory.block_tokens, first, count)
-        request = ReadRequest(
-            geometry=self.geometry.native(number),
-            view=memory.view.pointer,
-            namespace_digest=self.digest,
-            shard=self._shard_bytes,
-            keys=packed,
-            places=places,
-            pointers=memory.pointers,
-            first_token=first,
-            token_count=count,
-        )
-        statuses = store.reader.read(request, digests)
+        with store.gate:
+            places = store.index.lookup(digests, pin=True)
+            self._refuse(places, number, memory.block_tokens, first, count)
+            request = ReadRequest(
+                geometry=self.geometry.native(number),
+                view=memory.view.pointer,
+                namespace_digest=self.digest,
+                shard=self._shard_bytes,
+                keys=packed,
+                places=places,
+                pointers=memory.pointers,
+                first_token=first,
+                token_count=count,
+            )
+            statuses = store.reader.read(request, digests)
         ok = statuses == BlockStatus.OK
         memory.finish(ok)
         tokens = np.full(int(ok.sum()), count) if count else places["tokens"][ok]
@@ -345,7 +346,7 @@ class Namespace:
         store.check_writable()
         packed = Keys.pack(keys)
         digests = packed.digests(self._space)
-        with store.writer_lock:
+        with store.gate, store.writer_lock:
             store.check_writable()
             found = store.index.contains_digests(digests)
             dropped = store.index.remove(digests)

@@ -34,6 +34,7 @@ from flashkv.errors import (
     OptionsError,
     ReadOnlyStoreError,
 )
+from flashkv.gate import Gate
 from flashkv.geometry import DType, KVGeometry
 from flashkv.identity import WHOLE, Identity, Shard
 from flashkv.index import Index
@@ -101,6 +102,7 @@ class Store:
         self.writer_lock = threading.RLock()
         self._closed = True
         self._forked = False
+        self.gate = Gate(self.check_open)
         self._lanes = Lanes()
         self._clients: set[Client] = set()
         self._namespaces: dict[tuple[bytes, bytes], Namespace] = {}
@@ -268,8 +270,8 @@ class Store:
 
     def retire(self, namespace: Namespace) -> int:
         """See Namespace.rotate."""
-        self.check_writable()
-        with self.writer_lock:
+        with self.gate, self.writer_lock:
+            self.check_writable()
             self.manifest.namespace_retired(namespace.digest, self.writer.next_sequence - 1)
             number = self._namespace_ids[namespace.digest]
             return self.index.drop_namespace(number)
@@ -282,7 +284,11 @@ class Store:
         Raises DurabilityError where writes or a sync failed: those blocks are gone (blocks_lost
         says how many), the rest is durable and the store goes on.
         """
-        self.check_writable()
+        with self.gate:
+            self.check_writable()
+            self._flush()
+
+    def _flush(self) -> None:
         with self.writer_lock:
             lost = self.writer.flush()
         if lost:
@@ -357,25 +363,29 @@ class Store:
         """A snapshot of figures and counters."""
         from flashkv.snapshot import snapshot
 
-        self.check_open()
-        return snapshot(self, self._lanes.inflight, len(self._namespace_ids))
+        with self.gate:
+            self.check_open()
+            return snapshot(self, self._lanes.inflight, len(self._namespace_ids))
 
     # ---- the end ----
 
     def close(self) -> None:
-        """Finishes tickets, makes captured blocks durable and gives everything back. May be called
-        again.
+        """Finishes tickets and calls, makes captured blocks durable and gives everything back.
 
-        Raises DurabilityError where that failed; the handle is closed all the same.
+        May be called again. Raises DurabilityError where something could not be made durable; the
+        handle is closed all the same.
         """
         if self._closed:
             return
         for client in list(self._clients):
             client.close()
         self._lanes.close()
+        self._closed = True
+        if not self.gate.shut():
+            return
         try:
             if not self.read_only:
-                self.flush()
+                self._flush()
         finally:
             self._stop()
 
