@@ -12,7 +12,16 @@ from typing import Any
 import numpy as np
 
 import flashkv
-from flashkv import Identity, KVGeometry, MemoryView, Namespace, Options, Regions, Store
+from flashkv import (
+    Identity,
+    KVGeometry,
+    MemoryView,
+    Milestone,
+    Namespace,
+    Options,
+    Regions,
+    Store,
+)
 from flashkv.blockio import backend_available
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -161,7 +170,7 @@ def crash(store: Store) -> None:
     What was on its way to the device arrives; nothing of it is synced.
     """
     with store.writer_lock:
-        store.writer.wait_written()
+        store._reach(Milestone.WRITTEN)
         store._stop()
 
 
@@ -178,7 +187,7 @@ def image(store: Store, to: Path) -> Path:
 def check_rest(store: Store) -> flashkv.Stats:
     """Asserts that nothing is held at rest and that the figures fit together."""
     if not store.read_only:
-        store.writer.wait_written()
+        store._reach(Milestone.WRITTEN)
     stats = store.stats()
     assert stats.staging_in_use == 0
     assert stats.read_buffers_in_use == 0
