@@ -295,7 +295,8 @@ static bool decode(fkv_header *h)
     if (!fields_known(f)) return false;
     if (!tlvs_read(h->bytes, f, t)) return false;
     if (f->kind == FKV_KIND_NAMESPACE)
-        return t[FKV_TLV_NAMESPACE].length > 0 && h->payload_pages == 0;
+        return t[FKV_TLV_NAMESPACE].length > 0 && h->payload_pages == 0 && !f->block_count
+               && !f->tokens;
     if (f->kind != FKV_KIND_DATA) return false;
     if (!decode_blocks(h, t) || !decode_geometry(h, t)) return false;
     if (t[FKV_TLV_PAGE_CRCS].length != 4 * (uint64_t)h->payload_pages) return false;

@@ -29,6 +29,13 @@ ENTRY_NAMES: Final = {
 PAYLOAD_BYTES_MAX: Final = 4096 * int(ffi.sizeof("fkv_manifest_kill"))
 """The longest that is written: a batch of kills; an identity is shorter."""
 _ENTRY: Final = int(ffi.sizeof("fkv_manifest_entry"))
+_KILL: Final = int(ffi.sizeof("fkv_manifest_kill"))
+_FIXED: Final = {
+    lib.FKV_MANIFEST_BEGIN: int(ffi.sizeof("fkv_manifest_begin")),
+    lib.FKV_MANIFEST_OPENED: int(ffi.sizeof("fkv_manifest_segment")),
+    lib.FKV_MANIFEST_FREED: int(ffi.sizeof("fkv_manifest_segment")),
+    lib.FKV_MANIFEST_RETIRED: int(ffi.sizeof("fkv_manifest_retired")),
+}
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ def manifest_facts(path: Path, store_uuid: bytes, generation: int) -> ManifestFa
         entry = ffi.from_buffer("fkv_manifest_entry *", data[at : at + _ENTRY])
         counts[ENTRY_NAMES.get(int(entry.type), str(entry.type))] += 1
         if entry.type == lib.FKV_MANIFEST_KILL:
-            kills += int(entry.length_bytes) // int(ffi.sizeof("fkv_manifest_kill"))
+            kills += int(entry.length_bytes) // _KILL
         at, ordinal = end, ordinal + 1
     damage = _damage(data, at, ordinal, store_uuid)
     if not damage and at:
@@ -106,8 +113,17 @@ def _damage(data: bytes, at: int, ordinal: int, store_uuid: bytes) -> str:
     if len(rest) < _ENTRY:
         return ""
     entry = ffi.from_buffer("fkv_manifest_entry *", rest[:_ENTRY])
-    whole = _ENTRY + int(entry.length_bytes)
-    plausible = int(entry.type) in ENTRY_NAMES and not entry.reserved and entry.ordinal == ordinal
-    if plausible and len(rest) < whole <= _ENTRY + PAYLOAD_BYTES_MAX:
+    length = int(entry.length_bytes)
+    plausible = not entry.reserved and entry.ordinal == ordinal and _fits(int(entry.type), length)
+    if plausible and len(rest) < _ENTRY + length:
         return ""
     return f"the last entry, {ordinal} at byte {at}, is damaged"
+
+
+def _fits(kind: int, length: int) -> bool:
+    """Whether a payload of that type may have that length."""
+    if kind == lib.FKV_MANIFEST_NAMESPACE:
+        return limits.NAMESPACE_BYTES < length <= PAYLOAD_BYTES_MAX
+    if kind == lib.FKV_MANIFEST_KILL:
+        return 0 < length <= PAYLOAD_BYTES_MAX and length % _KILL == 0
+    return length == _FIXED.get(kind)

@@ -348,12 +348,23 @@ class _SegmentCheck:
         return any(HeaderView(view.data, segment.uuid, e, view.page).good for e in earlier)
 
     def _lost_footer(self, file: ReadFile, end: int) -> None:
-        """A directory is written just in front of its footer: alone it tells of a lost one."""
-        contents = self.segment.contents
+        """A directory is written just in front of its footer: alone it tells of a lost one.
+
+        In the newest segment the writer may be about to write it, or have ended there.
+        """
+        segment, contents = self.segment, self.segment.contents
         assert contents is not None
-        if self.segment.footer_damaged or self.segment.directory_damaged:
+        if segment.footer_damaged or segment.directory_damaged or not len(contents.records):
             return
-        if len(contents.records) and end < self.segment.end_page:
-            row = contents.records[0].tobytes()
-            if file.page(end)[: len(row)] == row:
-                self._add(DAMAGE, "the directory has no footer", self.segment.end_page)
+        row = contents.records[0].tobytes()
+        if end < segment.end_page and file.page(end)[: len(row)] == row:
+            kind = UNFINISHED if segment.state == "open" and self._is_newest() else DAMAGE
+            self._add(kind, "the directory has no footer", segment.end_page)
+
+    def _is_newest(self) -> bool:
+        """Whether no segment began later."""
+        headers = [one.header for one in self.view.segments.values() if one.counts]
+        mine = self.segment.header
+        return mine is not None and mine.first_sequence == max(
+            header.first_sequence for header in headers if header is not None
+        )
