@@ -256,7 +256,7 @@ def test_damage_in_a_segment_is_found(store: Path, what: str, how: str) -> None:
         status, text, _ = run(store, "--verify")
         assert status == 1
         assert f"damage: {path.name}" in text
-    assert run(store)[0] == 0, "what can be shown is shown"
+        assert run(store)[0] == 0, "what can be shown is shown"
     assert json.loads(run(store, "--segment", 0, "--json")[1])
 
 
