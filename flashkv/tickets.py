@@ -247,15 +247,12 @@ class Client:
 
         Finished tickets can still be drained.
         """
-        if self._closed:
-            return
         with self._lock:
             self._accepts = False
             self._idle.wait_for(lambda: self._running == 0)
-            if self._closed:
-                return
-            self._closed = True
-            os.close(self._event_fd)
+            first, self._closed = not self._closed, True
+            if first:
+                os.close(self._event_fd)
         self._forget(self)
 
     def after_fork(self) -> None:
