@@ -15,7 +15,9 @@ records, segment_reader turns places into the caller's bytes.
 from __future__ import annotations
 
 import os
+import sys
 import threading
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -408,6 +410,14 @@ class Store:
         if self._lock is not None:
             self._lock.forget()
             self._lock = None
+
+    def __del__(self) -> None:
+        """A handle that nobody holds gives everything back; what was not flushed may be lost."""
+        if not getattr(self, "_closed", True) and not sys.is_finalizing():
+            warnings.warn(
+                f"{self!r} was dropped, not closed", ResourceWarning, stacklevel=1, source=self
+            )
+            self._stop()
 
     def __enter__(self) -> Store:
         return self
