@@ -162,13 +162,11 @@ class SegmentWriter:
         segment = self._open
         if segment is not None and rows.namespace_digest in segment.namespaces:
             count = self._fitting(segment, records)
-            if count or not segment.record_count:
+            if count or not segment.touched:
                 return segment, count
         elif segment is not None and self._fitting(segment, records[:1], _namespace_pages(rows)):
             self._append_namespace(segment, rows)
             return segment, self._fitting(segment, records)
-        elif segment is not None and not segment.record_count:
-            return segment, 0
         self.seal()
         segment = self._open = self._space.take(self.next_sequence, self.take_kills)
         if segment is None:
@@ -198,6 +196,7 @@ class SegmentWriter:
         rows: PutRows,
         buffer: StagingBuffer,
     ) -> None:
+        segment.touched = True
         sizes = records["pages"].astype(np.int64)
         ends = segment.next_page + np.cumsum(sizes)
         pages = (ends - sizes).astype(np.uint32)

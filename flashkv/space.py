@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from flashkv import limits
 from flashkv.blockio import BlockIO
-from flashkv.errors import CapacityError
+from flashkv.errors import CapacityError, StoreError
 from flashkv.geometry import DType, KVGeometry
 from flashkv.index import Index
 from flashkv.manifest import Manifest, is_own_file, new_uuid, reserve_of, segment_path
@@ -204,11 +204,18 @@ class Space:
     # ---- the next segment ----
 
     def take(self, next_sequence: int, kills: Callable[[], NDArray[Any]]) -> Segment | None:
-        """A segment that starts a new epoch, its header written; None where there is no space at
-        all.
+        """A segment that starts a new epoch, its header written; None where there is no space.
 
-        kills(): rows that must be durable before anything is freed. May raise StoreError.
+        kills(): rows that must be durable before anything is freed. Where the log can't be written
+        (on a disk that others filled) nothing is begun or freed: that is no space as well.
         """
+        try:
+            return self._take(next_sequence, kills)
+        except (StoreError, OSError):
+            self.floor_refusals += 1
+            return None
+
+    def _take(self, next_sequence: int, kills: Callable[[], NDArray[Any]]) -> Segment | None:
         self.shrink(kills)
         self.keep_watermark(kills)
         segment = self._free_file() or self._new_file()
@@ -274,6 +281,7 @@ class Space:
         segment.first_sequence = next_sequence
         segment.next_page = FIRST_PAGE
         segment.created_ms = self._clock_ms()
+        segment.touched = False
         segment.clear_rows()
         segment.namespaces = []
         self._manifest.segment_opened(segment.number, segment.epoch, segment.uuid)

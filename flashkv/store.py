@@ -19,6 +19,7 @@ import sys
 import threading
 import warnings
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from flashkv.errors import (
     IdentityError,
     OptionsError,
     ReadOnlyStoreError,
+    StoreError,
 )
 from flashkv.gate import Gate
 from flashkv.geometry import DType, KVGeometry
@@ -266,9 +268,13 @@ class Store:
             return self._namespaces[name]
 
     def register(self, namespace: Namespace) -> None:
-        """Logs the namespace before its first record. Under writer_lock. Raises StoreError."""
+        """Logs the namespace before its first record. Under writer_lock.
+
+        A log that can't be written now gets it later; the segment describes itself meanwhile.
+        """
         if namespace.digest not in self.manifest.state.namespaces:
-            self.manifest.namespace_added(namespace.digest, namespace.identity_json)
+            with suppress(StoreError):
+                self.manifest.namespace_added(namespace.digest, namespace.identity_json)
 
     def retire(self, namespace: Namespace) -> int:
         """See Namespace.rotate."""
