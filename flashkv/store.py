@@ -411,7 +411,8 @@ class Store:
     def _after_fork(self) -> None:
         """In the child: threads, locks and buffers are the parent's."""
         self._closed = self._forked = True
-        for client in self._clients:
+        self.gate = Gate(self.check_open)
+        for client in list(self._clients):
             client.after_fork()
         if self._lock is not None:
             self._lock.forget()

@@ -257,6 +257,9 @@ class Client:
 
     def after_fork(self) -> None:
         """In the child: the lanes' threads are the parent's, and locks may be held for ever."""
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._running = 0
         if not self._closed:
             self._accepts, self._closed = False, True
             os.close(self._event_fd)
