@@ -1,0 +1,87 @@
+"""Fault: there is no cap by default, and the node's disk fills.
+
+flashkv guarantees: without a capacity a store takes half of what the file system has free; it
+leaves the free floor alone even when others fill the disk meanwhile, and no ENOSPC reaches the
+caller: blocks are evicted, or NO_SPACE.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+from small_stores import GEOMETRY, MIB, payload, small_disk
+
+import flashkv
+from flashkv import BlockStatus, Identity, Options
+
+OPTIONS = Options(staging_bytes=8 * MIB, read_buffer_bytes=8 * MIB)
+BLOCKS = payload(3, 256)  # 4 MiB
+
+
+def free(path: Path) -> int:
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
+
+
+def offer(namespace: flashkv.Namespace, batches: int, first: int = 0) -> list[BlockStatus]:
+    """Statuses that came back for so many batches of 4 MiB."""
+    seen: set[int] = set()
+    for batch in range(first, first + batches):
+        keys = [f"{batch}/{i}".encode() for i in range(len(BLOCKS))]
+        seen.update(np.unique(namespace.put(keys, BLOCKS).statuses).tolist())
+    return [BlockStatus(status) for status in seen]
+
+
+def test_defaults_on_a_small_file_system() -> None:
+    with small_disk(160 * MIB) as disk:
+        before = free(disk)
+        with flashkv.open(disk / "kv", geometry=GEOMETRY, options=OPTIONS) as store:
+            capacity = store.stats().capacity_bytes
+            assert capacity <= before // 2
+            namespace = store.namespace(Identity(model="m"))
+            assert offer(namespace, 60) == [BlockStatus.OK]
+            store.flush()
+            stats = store.stats()
+            assert stats.disk_bytes <= capacity
+            assert stats.evicted_blocks > 0
+            assert free(disk) > before // 3
+
+
+def test_the_floor_holds_when_others_fill_the_disk() -> None:
+    floor = 12 * MIB
+    with small_disk(96 * MIB) as disk:
+        options = Options(
+            free_floor_bytes=floor,
+            segment_bytes=4 * MIB,
+            staging_bytes=8 * MIB,
+            read_buffer_bytes=8 * MIB,
+        )
+        with flashkv.open(disk / "kv", capacity="80MiB", geometry=GEOMETRY, options=options) as kv:
+            namespace = kv.namespace(Identity(model="m"))
+            assert offer(namespace, 4) == [BlockStatus.OK]
+            (disk / "other").write_bytes(b"z" * (free(disk) - floor - 9 * MIB))
+            assert offer(namespace, 20, 4) == [BlockStatus.OK], "the oldest made room"
+            assert free(disk) >= floor
+            assert kv.stats().evicted_blocks > 0
+            kv.flush()
+            last = [f"23/{i}".encode() for i in range(len(BLOCKS))]
+            assert namespace.contains(last).all()
+
+
+def test_a_full_disk_is_no_space() -> None:
+    """No room for even one segment: each put says NO_SPACE, and the store works again once there is
+    room.
+    """
+    with small_disk(64 * MIB) as disk:
+        options = Options(segment_bytes=4 * MIB, staging_bytes=8 * MIB, read_buffer_bytes=8 * MIB)
+        with flashkv.open(disk / "kv", capacity="40MiB", geometry=GEOMETRY, options=options) as kv:
+            namespace = kv.namespace(Identity(model="m"))
+            filler = disk / "other"
+            filler.write_bytes(b"z" * (free(disk) - 2 * MIB))
+            assert offer(namespace, 2) == [BlockStatus.NO_SPACE]
+            assert not namespace.contains([b"0/0", b"1/255"]).any()
+            filler.unlink()
+            assert offer(namespace, 2, 2) == [BlockStatus.OK]
+            assert namespace.contains([b"2/0", b"3/255"]).all()
