@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashkv import limits
-from flashkv.manifest import crc32c
+from flashkv.checksums import crc32c
 from flashkv.native import ffi, lib, pointer
 from flashkv.segments import DIR_BLOCK, DIR_RECORD
 

@@ -33,21 +33,14 @@ from flashkv.errors import (
     StoreError,
     SuperblockError,
 )
+from flashkv.folder import SEGMENTS, SHARD, SUPERBLOCKS
 from flashkv.geometry import KVGeometry
-from flashkv.manifest import (
-    SEGMENTS,
-    SUPERBLOCKS,
-    Manifest,
-    ManifestState,
-    Superblock,
-    new_uuid,
-    read_state,
-    read_superblock,
-)
+from flashkv.manifest import Manifest, new_uuid
+from flashkv.manifest_log import ManifestState, read_state, read_superblock
 from flashkv.options import Options, parse_bytes
 from flashkv.space import choose_segment_bytes, default_capacity
+from flashkv.superblock import Superblock
 
-SHARD: Final = Path("shards") / "0"
 READ_TRIES: Final = 5
 """A writer may replace the manifest between two reads of a read-only open."""
 

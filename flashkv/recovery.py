@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from flashkv import directory, limits
 from flashkv.blockio import BlockIO, aligned_array
 from flashkv.errors import StoreError
+from flashkv.folder import SEGMENTS
 from flashkv.index import Index
-from flashkv.manifest import KILL, SEGMENTS, ManifestState
+from flashkv.manifest_log import KILL, ManifestState
 from flashkv.native import dtype_of, ffi, lib
 from flashkv.segments import (
     DIR_BLOCK,

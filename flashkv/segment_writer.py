@@ -25,7 +25,8 @@ from flashkv.codec import EncodeJob, Staging, StagingBuffer
 from flashkv.errors import BlockStatus, block_statuses
 from flashkv.flights import Flights
 from flashkv.index import Index
-from flashkv.manifest import KILL, Manifest
+from flashkv.manifest import Manifest
+from flashkv.manifest_log import KILL
 from flashkv.native import aligned_copy, lib, pointer
 from flashkv.segments import DIR_BLOCK, DIR_RECORD, Segment, Segments, SegmentState
 from flashkv.space import Space

@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 
 from flashkv import limits
 from flashkv.blockio import BlockIO
+from flashkv.checksums import crc32c
 from flashkv.errors import FormatError
-from flashkv.manifest import crc32c, segment_path
+from flashkv.folder import segment_path
 from flashkv.native import dtype_of, ffi, lib
 
 SEGMENT_MAGIC: Final = b"FKVSEGMT"

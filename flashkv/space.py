@@ -26,9 +26,10 @@ from numpy.typing import NDArray
 from flashkv import limits
 from flashkv.blockio import BlockIO
 from flashkv.errors import CapacityError, StoreError
+from flashkv.folder import is_own_file, reserve_of, segment_path
 from flashkv.geometry import DType, KVGeometry
 from flashkv.index import Index
-from flashkv.manifest import Manifest, is_own_file, new_uuid, reserve_of, segment_path
+from flashkv.manifest import Manifest, new_uuid
 from flashkv.native import aligned_copy, lib
 from flashkv.segments import FIRST_PAGE, Segment, Segments, SegmentState, encode_header
 

@@ -43,7 +43,8 @@ from flashkv.geometry import DType, KVGeometry
 from flashkv.identity import WHOLE, Identity, Shard
 from flashkv.index import Index
 from flashkv.leases import Lease, Leases
-from flashkv.manifest import Manifest, read_superblock
+from flashkv.manifest import Manifest
+from flashkv.manifest_log import read_superblock
 from flashkv.namespace import Namespace
 from flashkv.native import aligned_array
 from flashkv.options import Options

@@ -20,18 +20,13 @@ import numpy as np
 
 from flashkv import limits
 from flashkv.errors import FormatError, NotAStoreError
+from flashkv.folder import SEGMENTS, SHARD, SUPERBLOCKS, manifest_name
 from flashkv.index import Index
-from flashkv.manifest import (
-    SEGMENTS,
-    SUPERBLOCKS,
-    ManifestState,
-    Superblock,
-    manifest_name,
-    read_state,
-)
-from flashkv.opening import READ_TRIES, SHARD
+from flashkv.manifest_log import ManifestState, read_state
+from flashkv.opening import READ_TRIES
 from flashkv.recovery import matching_kills, segment_files, without_retired
 from flashkv.segments import decode_header
+from flashkv.superblock import Superblock
 
 from .segment_view import (
     ReadFile,

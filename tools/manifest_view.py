@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from flashkv import limits
-from flashkv.manifest import crc32c
+from flashkv.checksums import crc32c
 from flashkv.native import ffi, lib
 
 from .segment_view import read_whole

@@ -217,12 +217,12 @@ def test_both_superblocks_lost(closed: Path, harm: str, read_only: bool) -> None
 
 
 def test_superblock_of_another_format(closed: Path) -> None:
-    from flashkv.manifest import _with_crc
+    from flashkv.checksums import with_crc
 
     for name in ("superblock.a", "superblock.b"):
         file = shard_of(closed) / name
         page = file.read_bytes()
-        file.write_bytes(_with_crc(page[:12] + struct.pack("<I", 7) + page[16:]))
+        file.write_bytes(with_crc(page[:12] + struct.pack("<I", 7) + page[16:]))
     with pytest.raises(FormatError, match="version") as caught:
         reopen(closed)
     assert not isinstance(caught.value, SuperblockError)
@@ -230,14 +230,14 @@ def test_superblock_of_another_format(closed: Path) -> None:
 
 
 def test_superblock_with_unknown_features(closed: Path) -> None:
-    from flashkv.manifest import _with_crc
+    from flashkv.checksums import with_crc
 
     at = ffi.offsetof("fkv_superblock", "features_incompatible")
     for name in ("superblock.a", "superblock.b"):
         file = shard_of(closed) / name
         page = bytearray(file.read_bytes())
         page[at] = 1
-        file.write_bytes(_with_crc(bytes(page)))
+        file.write_bytes(with_crc(bytes(page)))
     with pytest.raises(FormatError, match="feature"):
         reopen(closed)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flashkv import manifest
+from flashkv import checksums
 from flashkv.native import address, ffi, lib, pointer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,7 +60,7 @@ def test_type_numbers(prefix: str, title: str) -> None:
 
 def test_crc() -> None:
     assert "`E3069283`" in DOC
-    assert manifest.crc32c(0, b"123456789") == 0xE3069283
+    assert checksums.crc32c(0, b"123456789") == 0xE3069283
 
 
 def test_worked_example() -> None:

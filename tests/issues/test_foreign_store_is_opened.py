@@ -14,7 +14,7 @@ import pytest
 from small_stores import IDENTITY, assert_equal, edit, make, names, payload, segment_files
 
 from flashkv import FormatError, GeometryError, KVGeometry
-from flashkv.manifest import crc32c
+from flashkv.checksums import crc32c
 from flashkv.native import ffi
 
 BLOCKS = payload(2, 300)

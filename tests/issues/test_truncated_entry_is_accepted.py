@@ -28,7 +28,7 @@ from small_stores import (
     segment_file,
 )
 
-from flashkv.manifest import crc32c
+from flashkv.checksums import crc32c
 from flashkv.native import ffi
 
 COUNT = 24

@@ -439,7 +439,7 @@ def test_no_store(tmp_path: Path) -> None:
 
 
 def test_another_version_is_named(store: Path) -> None:
-    from flashkv.manifest import crc32c
+    from flashkv.checksums import crc32c
 
     for name in ("superblock.a", "superblock.b"):
         page = bytearray((shard(store) / name).read_bytes())

@@ -555,14 +555,14 @@ def test_opaque_block_too_large(disk_path: Path) -> None:
 
 
 def test_store_of_another_format(store_path: Path) -> None:
-    from flashkv.manifest import _with_crc
+    from flashkv.checksums import with_crc
 
     open_store(store_path, KIND.geometry).close()
     before = {}
     for name in ("superblock.a", "superblock.b"):
         file = shard_of(store_path) / name
         page = file.read_bytes()
-        file.write_bytes(_with_crc(page[:12] + struct.pack("<I", 99) + page[16:]))
+        file.write_bytes(with_crc(page[:12] + struct.pack("<I", 99) + page[16:]))
     before = {p: p.read_bytes() for p in shard_of(store_path).rglob("*") if p.is_file()}
     for read_only in (False, True):
         with refused(FormatError, "version", 99):

@@ -39,7 +39,7 @@ def test_shut_waits_for_those_inside() -> None:
         pass
 
 
-def test_close_beside_busy_threads(store_path) -> None:  # noqa: ANN001
+def test_close_beside_busy_threads(store_path) -> None:
     """Four threads put and get while the handle is closed: each sees results or ClosedError."""
     block = np.arange(1 << 16, dtype=np.uint8).reshape(1, -1)
     for round_ in range(5):
@@ -47,7 +47,7 @@ def test_close_beside_busy_threads(store_path) -> None:  # noqa: ANN001
         blocks = store.namespace(Identity(model="m"))
         started, wrong = threading.Barrier(5), []
 
-        def work(worker: int, blocks=blocks, started=started, wrong=wrong) -> None:  # noqa: ANN001
+        def work(worker, round_=round_, blocks=blocks, started=started, wrong=wrong) -> None:
             started.wait(10)
             out = np.zeros_like(block)
             try:

@@ -1,0 +1,195 @@
+"""The manifest's log as bytes, and the state that it gives. Reads files, writes none.
+
+Invariants
+  - an entry counts once all entries before it count: the log ends at the first one whose checksum
+    or ordinal is wrong;
+  - kills are kept for a segment's present epoch only: a kill list dies with its segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashkv.checksums import CRC_FIELD, crc32c
+from flashkv.errors import NotAStoreError, SuperblockError
+from flashkv.folder import SEGMENTS, SUPERBLOCKS, manifest_name
+from flashkv.native import dtype_of, ffi, lib
+from flashkv.superblock import Superblock
+
+KILL: Final = dtype_of("fkv_manifest_kill")
+_ENTRY_BYTES: Final = int(ffi.sizeof("fkv_manifest_entry"))
+
+
+@dataclass
+class ManifestState:
+    """What the log says, entry by entry."""
+
+    next_sequence: int = 1
+    epochs: dict[int, int] = field(default_factory=dict)  # segment -> epoch begun last
+    freed: set[int] = field(default_factory=set)  # segments whose last epoch is dead
+    uuids: dict[int, bytes] = field(default_factory=dict)
+    kills: dict[int, list[NDArray[Any]]] = field(
+        default_factory=dict
+    )  # segment -> rows of its epoch
+    namespaces: dict[bytes, bytes] = field(
+        default_factory=dict
+    )  # digest -> readable identity, JSON
+    retired: dict[bytes, int] = field(default_factory=dict)  # digest -> last dead sequence
+
+    def opened(self, segment: int, epoch: int, segment_uuid: bytes) -> None:
+        """The segment starts an epoch: what was said of the one before is void."""
+        self.epochs[segment] = epoch
+        self.uuids[segment] = segment_uuid
+        self.freed.discard(segment)
+        self.kills.pop(segment, None)
+
+    def free(self, segment: int, epoch: int) -> None:
+        """All of that epoch is dead."""
+        if self.epochs.get(segment, epoch) == epoch:
+            self.epochs[segment] = epoch
+            self.freed.add(segment)
+            self.kills.pop(segment, None)
+
+    def add_kills(self, rows: NDArray[Any]) -> None:
+        """Keeps the rows that name a segment's present epoch."""
+        for segment in np.unique(rows["segment"]).tolist():
+            mine = rows[
+                (rows["segment"] == segment) & (rows["epoch"] == self.epochs.get(segment, -1))
+            ]
+            if len(mine) and segment not in self.freed:
+                self.kills.setdefault(segment, []).append(mine)
+
+    def kills_of(self, segment: int) -> NDArray[Any]:
+        """Kill rows of the segment's present epoch."""
+        rows = self.kills.get(segment)
+        return np.concatenate(rows) if rows else np.zeros(0, KILL)
+
+
+# ---- reading
+
+
+def read_superblock(folder: Path) -> Superblock:
+    """The ruling superblock. Raises NotAStoreError, FormatError, SuperblockError."""
+    found: list[Superblock] = []
+    present = 0
+    for name in SUPERBLOCKS:
+        path = folder / name
+        if not path.is_file():
+            continue
+        present += 1
+        block = Superblock.decode(path.read_bytes(), str(path))
+        if block is not None:
+            found.append(block)
+    if found:
+        block = max(found, key=lambda block: block.generation)
+        return block if len(found) == len(SUPERBLOCKS) else _with_last_log(folder, block)
+    if not present and not (folder / SEGMENTS).exists():
+        raise NotAStoreError(
+            f"{folder} holds no superblock", advice="give the folder of a flashkv store"
+        )
+    raise SuperblockError(f"both superblocks of {folder} are damaged or missing")
+
+
+def _with_last_log(folder: Path, block: Superblock) -> Superblock:
+    """The block, or where a log follows its own, with that log.
+
+    The other superblock is lost. If it was the ruling one, it named a log that is whole; without
+    that log deleted blocks would come back.
+    """
+    later = replace(block, manifest_generation=block.manifest_generation + 1)
+    return later if read_state(folder, later)[1] else block
+
+
+def read_state(folder: Path, superblock: Superblock) -> tuple[ManifestState, bool]:
+    """The state that the log gives, and whether the log was there and began rightly.
+
+    A log that ends in garbage ends there; a log that is lost gives an empty state (False).
+    """
+    state = ManifestState()
+    try:
+        data = (folder / manifest_name(superblock.manifest_generation)).read_bytes()
+    except OSError:
+        return state, False
+    began = False
+    for kind, payload in _entries(data, superblock.store_uuid):
+        if kind == lib.FKV_MANIFEST_BEGIN:
+            begin = ffi.from_buffer("fkv_manifest_begin *", payload)
+            began = begin.generation == superblock.manifest_generation
+            state.next_sequence = int(begin.next_sequence)
+        if not began:
+            break
+        _apply(state, kind, payload)
+    return state, began
+
+
+def _apply(state: ManifestState, kind: int, payload: bytes) -> None:
+    if kind in (lib.FKV_MANIFEST_OPENED, lib.FKV_MANIFEST_FREED):
+        row = ffi.from_buffer("fkv_manifest_segment *", payload)
+        if kind == lib.FKV_MANIFEST_OPENED:
+            state.opened(int(row.segment), int(row.epoch), bytes(row.segment_uuid))
+        else:
+            state.free(int(row.segment), int(row.epoch))
+    elif kind == lib.FKV_MANIFEST_KILL:
+        state.add_kills(np.frombuffer(payload, KILL).copy())
+    elif kind == lib.FKV_MANIFEST_NAMESPACE:
+        state.namespaces[payload[:32]] = payload[32:]
+    elif kind == lib.FKV_MANIFEST_RETIRED:
+        retired = ffi.from_buffer("fkv_manifest_retired *", payload)
+        state.retired[bytes(retired.namespace_digest)] = int(retired.last_sequence)
+
+
+def _entries(data: bytes, store_uuid: bytes) -> Iterable[tuple[int, bytes]]:
+    at = ordinal = 0
+    while at + _ENTRY_BYTES <= len(data):
+        entry = ffi.from_buffer("fkv_manifest_entry *", data[at : at + _ENTRY_BYTES])
+        end = at + _ENTRY_BYTES + entry.length_bytes
+        if end > len(data) or entry.ordinal != ordinal:
+            return
+        payload = data[at + _ENTRY_BYTES : end]
+        if crc32c(crc32c(0, store_uuid), data[at + 4 : end]) != entry.crc:
+            return
+        yield int(entry.type), payload
+        at += _ENTRY_BYTES + (entry.length_bytes + 7 & ~7)
+        ordinal += 1
+
+
+# ---- writing
+
+
+def encode_entry(kind: int, payload: bytes, ordinal: int, store_uuid: bytes) -> bytes:
+    entry = ffi.new("fkv_manifest_entry *")
+    entry.type = kind
+    entry.length_bytes = len(payload)
+    entry.ordinal = ordinal
+    body = bytes(ffi.buffer(entry))[4:] + payload
+    padding = b"\0" * (-len(payload) % 8)
+    return CRC_FIELD.pack(crc32c(crc32c(0, store_uuid), body)) + body + padding
+
+
+def segment_row(segment: int, epoch: int, segment_uuid: bytes) -> bytes:
+    row = ffi.new("fkv_manifest_segment *")
+    row.segment = segment
+    row.epoch = epoch
+    row.segment_uuid = segment_uuid.ljust(16, b"\0")
+    return bytes(ffi.buffer(row))
+
+
+def retired_row(digest: bytes, last_sequence: int) -> bytes:
+    row = ffi.new("fkv_manifest_retired *")
+    row.namespace_digest = digest
+    row.last_sequence = last_sequence
+    return bytes(ffi.buffer(row))
+
+
+def kill_entries(kills: NDArray[Any]) -> list[tuple[int, bytes]]:
+    """One entry for at most 4,096 kills, so that a torn one loses little."""
+    return [
+        (lib.FKV_MANIFEST_KILL, kills[at : at + 4096].tobytes())
+        for at in range(0, len(kills), 4096)
+    ]
