@@ -68,9 +68,7 @@ def prompt():
 
 
 def open_store(path: Path, model, kv_dtype=None, **options):
-    return flashkv.open(
-        path, capacity="64MiB", geometry=kv_geometry(model, kv_dtype), **options
-    )
+    return flashkv.open(path, capacity="64MiB", geometry=kv_geometry(model, kv_dtype), **options)
 
 
 def feed(model, ids, cache):
