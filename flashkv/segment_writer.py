@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from flashkv import directory, limits
 from flashkv.blockio import BlockIO
 from flashkv.codec import EncodeJob, Staging, StagingBuffer
-from flashkv.errors import BlockStatus, block_statuses
+from flashkv.errors import BlockStatus, OutOfMemoryError, block_statuses
 from flashkv.flights import Flights
 from flashkv.index import Index
 from flashkv.manifest import Manifest
@@ -102,7 +102,11 @@ class SegmentWriter:
         bounds = job.bounds()
         for first, end, length in job.slices(bounds, self._staging.buffer_bytes):
             records = job.records[first:end]
-            buffer = self._buffer_with(length)
+            try:
+                buffer = self._buffer_with(length)
+            except MemoryError:
+                statuses[first:end] = BlockStatus.BUSY
+                continue
             records["sequence"] = np.arange(
                 self.next_sequence, self.next_sequence + len(records), dtype=np.uint64
             )
@@ -151,7 +155,8 @@ class SegmentWriter:
                 statuses[todo[0]] = BlockStatus.BLOCK_TOO_LARGE
                 todo = todo[1:]
                 continue
-            self._append(segment, left[:count], job, rows, buffer)
+            if not self._append(segment, left[:count], job, rows, buffer):
+                statuses[todo[:count]] = BlockStatus.BUSY
             todo = todo[count:]
 
     def _segment_for(self, records: NDArray[Any], rows: PutRows) -> tuple[Segment | None, int]:
@@ -196,7 +201,8 @@ class SegmentWriter:
         job: EncodeJob,
         rows: PutRows,
         buffer: StagingBuffer,
-    ) -> None:
+    ) -> bool:
+        """Gives records their places at the tail; False where memory for the index ran out."""
         segment.touched = True
         sizes = records["pages"].astype(np.int64)
         ends = segment.next_page + np.cumsum(sizes)
@@ -224,12 +230,17 @@ class SegmentWriter:
         with self.flights.lock:
             self.flights.add(segment, buffer, starts.view(np.int64), offsets, sizes, sequences)
             segment.add_rows(record_rows, block_rows)
-            dropped = self._index.add(segment.number, record_rows, block_rows, ids)
-        segment.next_page = int(ends[-1])
-        segment.unsynced = True
-        self._last_appended = int(sequences[-1])
+            segment.next_page = int(ends[-1])
+            segment.unsynced = True
+            self._last_appended = int(sequences[-1])
+            try:
+                dropped = self._index.add(segment.number, record_rows, block_rows, ids)
+            except OutOfMemoryError:
+                self._lose(segment, sequences)
+                return False
         self.counters.record_bytes_written += int(sizes.sum())
         self.queue_kills(dropped, self._last_appended)
+        return True
 
     def _append_namespace(self, segment: Segment, rows: PutRows) -> None:
         """The identity's readable fields, before its first record: a segment describes itself."""
