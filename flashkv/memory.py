@@ -26,7 +26,7 @@ from flashkv.arrays import (
     same_layout,
 )
 from flashkv.errors import MemoryViewError, ReadOnlyDestinationError
-from flashkv.geometry import KVGeometry, MemoryView
+from flashkv.geometry import DType, KVGeometry, MemoryView
 from flashkv.layout import (
     ALL,
     NativeView,
@@ -111,6 +111,8 @@ def block_memory(
     if isinstance(data, Pointers):
         packed = opaque_or_packed_view(geometry, group, view, room, selection)
         return _from_pointers(data, count, packed, destination=destination)
+    if not any(plane.dtype is DType.OPAQUE for plane in geometry.groups[group].planes):
+        room = view.block_tokens  # shapes and lengths tell
     data, keepalive, finish = staged(_as_regions(data, region_count), destination=destination)
     infos, pointers, held = _addresses(data, count, region_count, destination=destination)
     if count == 0:

@@ -262,6 +262,7 @@ class Namespace:
         layers: Sequence[int] | None = None,
         heads: Sequence[int] | None = None,
         token_range: tuple[int, int] | None = None,
+        tokens: Any = None,
     ) -> BatchResult:
         """Reads blocks into the caller's memory; only the pages that are needed.
 
@@ -270,6 +271,8 @@ class Namespace:
         layers, heads  numbers of those that are wanted; the memory then holds just these, in this
                        order.
         token_range  (start, stop) within each block; the memory's token axis begins at start.
+        tokens       tokens that each block must have, as in put: an int, or int[N]; a block of
+                     another length is a MISS. None: as many as it has, if there is room for them.
         Statuses: OK, MISS, IO_ERROR, BUSY. Raises KeyFormatError, MemoryViewError,
         ReadOnlyDestinationError, ClosedError.
         """
@@ -284,15 +287,27 @@ class Namespace:
             self.geometry,
             group=number,
             view=view,
-            block_tokens=count or None,
+            block_tokens=count or _room(tokens),
             selection=Selection(_numbers(layers), _numbers(heads)),
             destination=True,
         )
         if not len(packed):
             return BatchResult(np.zeros(0, np.uint8))
+        if count > memory.block_tokens:
+            raise MemoryViewError(
+                "the destination has no room for the token_range",
+                value=f"{memory.block_tokens} tokens a block",
+                limit=f"at least {count}",
+            )
         digests = packed.digests(self._space)
+        lengths = None
+        if tokens is not None:
+            most = limits.BLOCK_TOKENS_MAX if count else memory.block_tokens
+            lengths = token_counts(tokens, len(packed), most)
         with store.gate:
             places = store.index.lookup(digests, pin=True)
+            if lengths is not None:
+                self._drop_places(places, places["tokens"] != lengths)
             self._refuse(places, number, memory.block_tokens, first, count)
             request = ReadRequest(
                 geometry=self.geometry.native(number),
@@ -330,10 +345,14 @@ class Namespace:
                 limit=f"{room} tokens a block",
                 advice="give memory for the block's tokens, or a token_range",
             )
-        if other.any():
-            self._store.index.unpin(np.ascontiguousarray(places["segment"][other]))
-            places["record"][other] = NONE
-            places["segment"][other] = NONE
+        self._drop_places(places, other)
+
+    def _drop_places(self, places: NDArray[Any], rows: NDArray[np.bool_]) -> None:
+        """Makes these rows absent, and gives back their pins."""
+        if rows.any():
+            self._store.index.unpin(np.ascontiguousarray(places["segment"][rows]))
+            places["record"][rows] = NONE
+            places["segment"][rows] = NONE
 
     # ---- ending ----
 
