@@ -96,6 +96,7 @@ def block_memory(
     block_tokens: int | None = None,
     selection: Selection = ALL,
     destination: bool = False,
+    partial: bool = False,
 ) -> BlockMemory:
     """Memory of `count` blocks of a group.
 
@@ -103,6 +104,7 @@ def block_memory(
     buffer with all blocks back to back, Regions (or a sequence of one a region), or Pointers.
     block_tokens: room of a block where neither shape nor view tells. A block's shape is the view's
     axes and the vector; axes of size 1 may be left out; uint8 memory may be flat.
+    partial: blocks may be shorter than that room; addresses then need only differ.
     Raises MemoryViewError, ReadOnlyDestinationError.
     """
     view = view or DEFAULT_VIEW
@@ -110,7 +112,7 @@ def block_memory(
     region_count = view_regions(geometry, group, view, selection)
     if isinstance(data, Pointers):
         packed = opaque_or_packed_view(geometry, group, view, room, selection)
-        return _from_pointers(data, count, packed, destination=destination)
+        return _from_pointers(data, count, packed, destination=destination, partial=partial)
     if not any(plane.dtype is DType.OPAQUE for plane in geometry.groups[group].planes):
         room = view.block_tokens  # shapes and lengths tell
     data, keepalive, finish = staged(_as_regions(data, region_count), destination=destination)
@@ -173,7 +175,7 @@ def _as_regions(data: Any, region_count: int) -> Regions:
 
 
 def _from_pointers(
-    data: Pointers, count: int, view: NativeView, *, destination: bool
+    data: Pointers, count: int, view: NativeView, *, destination: bool, partial: bool
 ) -> BlockMemory:
     addresses = np.asarray(data.addresses)
     if addresses.ndim == 1 and view.region_count == 1:
@@ -191,7 +193,7 @@ def _from_pointers(
     pointers = np.ascontiguousarray(addresses).astype(np.uint64, copy=False)
     if destination:
         for region, region_bytes in enumerate(view.region_bytes.tolist()):
-            _check_apart(pointers[:, region], region_bytes)
+            _check_apart(pointers[:, region], 1 if partial else region_bytes)
     return BlockMemory(pointers, view, (data, pointers))
 
 

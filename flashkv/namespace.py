@@ -290,6 +290,7 @@ class Namespace:
             block_tokens=count or _room(tokens),
             selection=Selection(_numbers(layers), _numbers(heads)),
             destination=True,
+            partial=tokens is not None,
         )
         if not len(packed):
             return BatchResult(np.zeros(0, np.uint8))
