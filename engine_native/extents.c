@@ -58,30 +58,24 @@ void fkv_extents_first(fkv_reading *reading)
 
 /* ---- which pages ---- */
 
-static bool map_tokens(fkv_reading *reading)
+static bool note_ranges(fkv_reading *reading)
 {
     const fkv_header *h = reading->header;
-    uint32_t tokens = h->fixed.tokens;
-    reading->token_wants = malloc(tokens * sizeof *reading->token_wants);
-    reading->wanted_before = malloc((tokens + 1) * sizeof *reading->wanted_before);
-    if (!reading->token_wants || !reading->wanted_before) return false;
-    memset(reading->token_wants, 0xFF, tokens * sizeof *reading->token_wants);
-    for (uint32_t i = 0; i < reading->request->want_count; i++) {
+    uint32_t wants = reading->request->want_count, end = 0;
+    reading->ranges = wants == 1 ? &reading->sole : malloc(wants * sizeof *reading->ranges);
+    if (!reading->ranges) return false;
+    for (uint32_t i = 0; i < wants; i++) {
         uint32_t row = reading->request->first_want + i;
         const fkv_read_want *w = fkv_want_at(reading, row);
         if (w->status != FKV_OK) continue;
         uint32_t first = h->blocks[w->ordinal].first_token + w->first_token;
-        if (reading->token_wants[first] >= 0) { /* a token has one taker; see fkv_read_record */
+        if (first < end) { /* ordinals ascend, each once: see fkv_read_record */
             fkv_want_fail(reading, row, FKV_MISS);
             continue;
         }
-        for (uint32_t t = first; t < first + w->token_count; t++)
-            reading->token_wants[t] = (int32_t)row;
+        end = first + w->token_count;
+        reading->ranges[reading->range_count++] = (fkv_range){first, end, row};
     }
-    reading->wanted_before[0] = 0;
-    for (uint32_t t = 0; t < tokens; t++)
-        reading->wanted_before[t + 1] =
-            (uint16_t)(reading->wanted_before[t] + (reading->token_wants[t] >= 0));
     return true;
 }
 
@@ -223,7 +217,9 @@ static void issue_needed(fkv_reading *reading, uint32_t from)
     const fkv_read_batch *batch = reading->job->batch;
     uint32_t end = reading->header->payload_pages;
     for (uint32_t p = from; p < end; p++) {
-        if (!reading->needed[p]) continue;
+        const uint8_t *next = memchr(reading->needed + p, 1, end - p);
+        if (!next) return;
+        p = (uint32_t)(next - reading->needed);
         uint32_t through, last = extent_last(batch, reading->needed, p, end, &through);
         fkv_extent *extent = fkv_extent_new(reading);
         if (!extent) {
@@ -257,7 +253,7 @@ void fkv_extents_rest(fkv_reading *reading, fkv_extent *have)
     if (h->fixed.codec == FKV_CODEC_RAW) {
         note_stored(reading);
         if (!h->inline_payload) need_raw(reading, have);
-    } else if (!map_tokens(reading)) {
+    } else if (!note_ranges(reading)) {
         fkv_reading_fail(reading, FKV_NO_MEMORY);
         return;
     } else {

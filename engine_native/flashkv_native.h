@@ -320,8 +320,8 @@ void fkv_records_bind(uint8_t *buffer, const uint64_t *offsets, const uint32_t *
                       uint64_t count, const uint8_t *segment_uuid, uint64_t epoch);
 
 /* ---- read: records -> the caller's memory ---- */
-/* One record and its wanted blocks. A block stands at most once among the wants of one
- * fkv_read_record; who wants it twice lists the record twice. */
+/* One record and its wanted blocks: in the record's order, each once. Who wants a block twice lists
+ * the record twice. */
 typedef struct {
     uint64_t sequence;
     uint64_t epoch;

@@ -130,6 +130,20 @@ static void raw_copy(const fkv_extent *extent, copy_context *context)
 
 /* ---- coded ---- */
 
+/* The first range that ends behind a token, or NULL. */
+static const fkv_range *first_range(const fkv_reading *reading, uint32_t token)
+{
+    uint32_t low = 0, high = reading->range_count;
+    while (low < high) {
+        uint32_t middle = (low + high) / 2;
+        if (reading->ranges[middle].end <= token)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low < reading->range_count ? &reading->ranges[low] : NULL;
+}
+
 bool fkv_stripe_wanted(const fkv_reading *reading, const fkv_stripe *s)
 {
     const fkv_view *view = reading->job->batch->view;
@@ -137,8 +151,8 @@ bool fkv_stripe_wanted(const fkv_reading *reading, const fkv_stripe *s)
     uint32_t entry = h->stream_entries[s->stream], head = s->stream - h->entry_streams[entry];
     if (view->entries[entry].region < 0 || (view->head_slots && view->head_slots[head] < 0))
         return false;
-    return reading->wanted_before[s->first_token + s->tokens]
-           > reading->wanted_before[s->first_token];
+    const fkv_range *range = first_range(reading, s->first_token);
+    return range && range->first < (uint32_t)s->first_token + s->tokens;
 }
 
 /* Addresses of a stripe's vectors in the caller's memory; 0 for tokens that nobody wants. */
@@ -146,22 +160,19 @@ static void stripe_rows(const fkv_reading *reading, const fkv_stripe *s, uint32_
                         uint32_t head, uint64_t *rows)
 {
     const fkv_view *view = reading->job->batch->view;
-    int64_t stride = view->entries[entry].token_stride;
-    for (uint32_t t = 0; t < s->tokens;) {
-        int32_t row = reading->token_wants[s->first_token + t];
-        if (row < 0) {
-            rows[t++] = 0;
-            continue;
-        }
-        const fkv_read_want *w = fkv_want_at(reading, (uint32_t)row);
-        uint32_t first = reading->header->blocks[w->ordinal].first_token + w->first_token;
-        uint64_t address = fkv_vector(view, fkv_want_pointers(reading, w), entry, head,
-                                      s->first_token + t - first);
-        do {
-            rows[t++] = address;
-            address += (uint64_t)stride;
-        } while (t < s->tokens && reading->token_wants[s->first_token + t] == row);
+    const fkv_range *range = first_range(reading, s->first_token);
+    const fkv_range *last = reading->ranges + reading->range_count;
+    uint64_t stride = (uint64_t)view->entries[entry].token_stride;
+    uint32_t token = s->first_token, end = token + s->tokens;
+    for (; range && range < last && range->first < end; range++) {
+        while (token < range->first) rows[token++ - s->first_token] = 0;
+        const fkv_read_want *w = fkv_want_at(reading, range->want);
+        uint64_t address =
+            fkv_vector(view, fkv_want_pointers(reading, w), entry, head, token - range->first);
+        for (; token < end && token < range->end; address += stride)
+            rows[token++ - s->first_token] = address;
     }
+    while (token < end) rows[token++ - s->first_token] = 0;
 }
 
 static bool stripe_decode(const fkv_reading *reading, const fkv_stripe *s, const uint8_t *page)
@@ -186,9 +197,10 @@ static bool stripe_decode(const fkv_reading *reading, const fkv_stripe *s, const
 
 static void stripe_fail(fkv_reading *reading, const fkv_stripe *s, uint32_t status)
 {
-    for (uint32_t t = s->first_token; t < (uint32_t)s->first_token + s->tokens; t++)
-        if (reading->token_wants[t] >= 0)
-            fkv_want_fail(reading, (uint32_t)reading->token_wants[t], status);
+    const fkv_range *range = first_range(reading, s->first_token);
+    const fkv_range *last = reading->ranges + reading->range_count;
+    for (; range && range < last && range->first < (uint32_t)s->first_token + s->tokens; range++)
+        fkv_want_fail(reading, range->want, status);
 }
 
 static uint64_t first_stripe(const fkv_header *h, uint32_t page)

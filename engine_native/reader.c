@@ -264,8 +264,8 @@ static void reading_free(fkv_reading *reading)
         free(e);
     }
     fkv_header_release(reading->header);
-    free(reading->token_wants), free(reading->wanted_before), free(reading->needed);
-    free(reading->stored);
+    if (reading->ranges != &reading->sole) free(reading->ranges);
+    free(reading->needed), free(reading->stored);
 }
 
 void fkv_read(fkv_engine *engine, const fkv_read_batch *batch)

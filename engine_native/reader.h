@@ -25,15 +25,22 @@ typedef struct {
     bool selects_all; /* every layer and head is wanted */
 } fkv_read_job;
 
+/* Tokens [first, end) of a record, which a want takes. */
+typedef struct {
+    uint32_t first, end;
+    uint32_t want;
+} fkv_range;
+
 typedef struct fkv_extent fkv_extent;
 typedef struct {
     fkv_read_job *job;
     const fkv_read_record *request;
     fkv_header *header;
     _Atomic uint32_t open;
-    fkv_extent *extents;         /* all of them, to be freed at the end */
-    int32_t *token_wants;        /* coded: [tokens]: row of wants that takes the token, or -1 */
-    uint16_t *wanted_before;     /* coded: [tokens + 1]: wanted tokens before */
+    fkv_extent *extents; /* all of them, to be freed at the end */
+    fkv_range *ranges;   /* coded: wanted tokens, ascending; `sole` if it is one */
+    uint32_t range_count;
+    fkv_range sole;
     uint8_t *needed;             /* [payload pages] */
     fkv_place_in_memory *stored; /* raw: where vectors lie in a block of stored_tokens tokens */
     uint32_t stored_tokens;
