@@ -122,7 +122,9 @@ def test_found_after_a_reopen(folder: Path, harm: Harm, backend: str, seed: int)
         assert result.missed.tolist() == (~others).tolist()
         assert np.array_equal(out[others], BLOCKS[others])
         stats = store.stats()
-        assert stats.recovery["damaged_records"] == 1 or harm is zero_the_header
+        # A header that no longer looks like one isn't counted as a record.
+        of_header = harm in (zero_the_header, flip_a_bit_of_the_header)
+        assert stats.recovery["damaged_records"] == 1 or of_header
         assert namespace.put([KEYS[VICTIM]], BLOCKS[VICTIM : VICTIM + 1])[0] == 0
         assert_equal(namespace, KEYS, BLOCKS)
 
