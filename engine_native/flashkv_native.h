@@ -399,7 +399,7 @@ uint32_t fkv_scan_end_page(const fkv_scan *scan);   /* first page behind the las
 void fkv_scan_free(fkv_scan *scan);
 
 /* ---- record headers, for tools ---- */
-/* Length of the header in pages if `page` (one page) begins a record bound to this place, else 0. */
+/* Length in pages of the record header that `page` (one page) begins with, else 0. */
 uint32_t fkv_header_peek(const uint8_t *page, uint32_t page_number);
 /* Checks a whole header (checksum, bounds, every TLV): FKV_OK or FKV_DAMAGED. */
 int fkv_header_check(const uint8_t *header, uint64_t length, const uint8_t *segment_uuid,
