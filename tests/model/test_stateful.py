@@ -38,9 +38,10 @@ from store_support import (
     file_system,
     image,
     open_store,
+    shard_of,
 )
 
-from flashkv import BlockStatus, Identity, MemoryView, Regions
+from flashkv import BlockStatus, Identity, MemoryView, Milestone, Regions
 
 KEYS = [f"key-{number}".encode() * (1 + number % 5) for number in range(160)]
 OTHER = Identity(model="test/model", revision="2")
@@ -55,6 +56,11 @@ def scratch() -> Path:
     return Path(tempfile.mkdtemp(prefix="flashkv-model-"))
 
 
+def pages_of(path: Path) -> np.ndarray:
+    """uint8[pages, 4096]"""
+    return np.fromfile(path, np.uint8).reshape(-1, 4096)
+
+
 class StoreMachine(RuleBasedStateMachine):
     """Calls on a small store; every answer is compared with the model's."""
 
@@ -66,6 +72,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.after_crash: dict[bytes, set[int | None]] = {}  # what a crash may leave
         self.version = 0
         self.evicted = 0
+        self.durable: dict[Path, np.ndarray] = {}  # segment files as they were synced last
 
     def teardown(self) -> None:
         try:
@@ -104,6 +111,21 @@ class StoreMachine(RuleBasedStateMachine):
         self.ns = self.store.namespace(IDENTITY)
         self.other = self.store.namespace(OTHER)
         self.evicted = 0
+        # An open syncs what it found; from here on each sync is noted.
+        self.durable = {path: pages_of(path) for path in self._segment_paths()}
+        real = self.store.io.sync
+
+        def sync(fds: list[int]) -> np.ndarray:
+            results: np.ndarray = real(fds)
+            for fd in fds:
+                path = Path(f"/proc/self/fd/{fd}").readlink()
+                self.durable[path] = pages_of(path)
+            return results
+
+        self.store.io.sync = sync
+
+    def _segment_paths(self) -> list[Path]:
+        return sorted((shard_of(self.folder / "store") / "segments").glob("*.seg"))
 
     def _reopen(self, codec: str) -> None:
         self.how["codec"] = codec
@@ -311,6 +333,31 @@ class StoreMachine(RuleBasedStateMachine):
             assert store.stats().damaged_blocks == 0
         shutil.rmtree(copy)
 
+    @rule(seed=st.integers(0, 1 << 30))
+    def look_after_a_power_cut(self, seed: int) -> None:
+        """Of what was not synced, any pages may be lost, and any may be torn between sectors."""
+        self.store._reach(Milestone.WRITTEN)
+        rng = np.random.default_rng(seed)
+        keeps = rng.choice([0.1, 0.5, 0.95])
+        copy = image(self.store, self.folder / "image")
+        for path in self._segment_paths():
+            now = pages_of(path)
+            before = self.durable.get(path, np.zeros_like(now))
+            if len(before) < len(now):
+                before = np.concatenate([before, np.zeros_like(now[len(before) :])])
+            changed = np.flatnonzero((now != before).any(axis=1))
+            if not len(changed):
+                continue
+            lost = changed[rng.random(len(changed)) > keeps]
+            torn = np.arange(4096)[None, :] >= 512 * rng.integers(0, 8, len(lost))[:, None]
+            now[lost] = np.where(torn, before[lost], now[lost])
+            now.tofile(shard_of(copy) / "segments" / path.name)
+        with open_store(copy, None, capacity=None) as store:
+            self._settle(store.namespace(IDENTITY), "after a power cut")
+            check_rest(store)
+            assert store.stats().damaged_blocks == 0
+        shutil.rmtree(copy)
+
     @invariant()
     def figures(self) -> None:
         if self.store is None or self.store.closed:
@@ -369,6 +416,8 @@ def test_reclaim_against_a_dict(seed: int) -> None:
                 machine.close_and_open("raw")
             elif chance < 0.55:
                 machine.look_at_an_image(step % 2 == 0)
+            elif chance < 0.7:
+                machine.look_after_a_power_cut(step)
             machine.figures()
         assert machine.version == 60
     finally:
