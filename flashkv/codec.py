@@ -147,7 +147,10 @@ class EncodeJob:
         self, bounds: NDArray[np.uint64], buffer_bytes: int
     ) -> Iterator[tuple[int, int, int]]:
         """(first record, end, staging bytes) of slices that fit a buffer, or are one record."""
-        ends = np.cumsum(bounds, dtype=np.int64)
+        ends = bounds.cumsum(dtype=np.int64)
+        if int(ends[-1]) <= buffer_bytes:
+            yield 0, len(bounds), int(ends[-1])
+            return
         first, before = 0, 0
         while first < len(bounds):
             end = max(int(np.searchsorted(ends, before + buffer_bytes, "right")), first + 1)
@@ -161,7 +164,7 @@ class EncodeJob:
 
         Their rows receive the results.
         """
-        records["buffer_offset"] = buffer.used + np.cumsum(bounds) - bounds
+        records["buffer_offset"] = bounds.cumsum() - bounds + np.uint64(buffer.used)
         batch = self._with(records)
         batch.buffer = buffer.base
         lib.fkv_encode(engine, batch)

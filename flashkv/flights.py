@@ -39,10 +39,11 @@ class _Run:
     length: int
     sequences: list[NDArray[np.uint64]]
 
-    def touches(self, segment: Segment, data: int, offset: int) -> bool:
+    def touches(self, segment: Segment, buffer: StagingBuffer, data: int, offset: int) -> bool:
         """Whether what lies there goes on where this run ends, and the run has room."""
         return (
             self.segment is segment
+            and self.buffer is buffer
             and self.data + self.length == data
             and self.offset + self.length == offset
             and self.length < limits.WRITE_RUN_BYTES
@@ -84,24 +85,38 @@ class Flights:
 
         The caller holds the lock, and makes the records visible before it gives the lock back.
         """
-        apart = (starts[1:] != starts[:-1] + sizes[:-1]) | (
-            offsets[1:] != offsets[:-1] + sizes[:-1]
-        )
-        full = np.diff(np.cumsum(sizes) // limits.WRITE_RUN_BYTES) != 0
-        first = np.concatenate(([0], np.flatnonzero(apart | full) + 1))
-        last = np.append(first[1:], len(starts)) - 1
-        lengths = starts[last] + sizes[last] - starts[first]
-        for low, high, length in zip(first.tolist(), last.tolist(), lengths.tolist(), strict=True):
-            data, offset = buffer.address + int(starts[low]), int(offsets[low])
-            part = sequences[low : high + 1]
-            run = self._pending[-1] if self._pending else None
-            if run is not None and run.touches(segment, data, offset):
-                run.length += length
-                run.sequences.append(part)
-            else:
-                self._pending.append(_Run(buffer, segment, data, offset, length, [part]))
-                buffer.flights += 1
-            self._pending_bytes += length
+        if len(starts) == 1:
+            self._gather(segment, buffer, int(starts[0]), int(offsets[0]), int(sizes[0]), sequences)
+            return
+        apart = starts[1:] != starts[:-1] + sizes[:-1]
+        apart |= offsets[1:] != offsets[:-1] + sizes[:-1]
+        runs = sizes.cumsum() // limits.WRITE_RUN_BYTES
+        cuts = ((apart | (runs[1:] != runs[:-1])).nonzero()[0] + 1).tolist()
+        for low, high in zip([0, *cuts], [*cuts, len(starts)], strict=True):
+            length = int(starts[high - 1] + sizes[high - 1] - starts[low])
+            self._gather(
+                segment, buffer, int(starts[low]), int(offsets[low]), length, sequences[low:high]
+            )
+
+    def _gather(
+        self,
+        segment: Segment,
+        buffer: StagingBuffer,
+        start: int,
+        offset: int,
+        length: int,
+        sequences: NDArray[np.uint64],
+    ) -> None:
+        """Lets the last pending run grow, or begins another."""
+        data = buffer.address + start
+        run = self._pending[-1] if self._pending else None
+        if run is not None and run.touches(segment, buffer, data, offset):
+            run.length += length
+            run.sequences.append(sequences)
+        else:
+            self._pending.append(_Run(buffer, segment, data, offset, length, [sequences]))
+            buffer.flights += 1
+        self._pending_bytes += length
 
     def launch(self, *, least: int = 0) -> None:
         """Submits what is pending, if it is at least so many bytes."""

@@ -71,12 +71,12 @@ def plan(
     tokens, block_bytes: of all N blocks. position: of the first block's first token in its
     sequence, or None: then a run's own length drives the schedule and start_token is unknown.
     """
-    rows = np.flatnonzero(store)
+    rows = store.nonzero()[0]
     unknown = np.uint64(0xFFFFFFFFFFFFFFFF)
     if not len(rows):
         empty = np.zeros(0, np.int64)
         return RecordPlan(rows, empty, empty, np.zeros(0, np.uint64))
-    starts = np.cumsum(tokens, dtype=np.int64) - tokens
+    starts = tokens.cumsum(dtype=np.int64) - tokens
     if len(rows) == rows[-1] - rows[0] + 1:  # one run: nothing in between was skipped
         run_first, run_end = [0], [len(rows)]
     else:
@@ -118,7 +118,7 @@ def _cut_uniform(
         step = max(1, min(step, bounds.bytes_max // max(size, 1), limits.BLOCKS_PER_RECORD_MAX))
         stage_end = bounds.stage_end(position)
         in_stage = blocks - done
-        if stage_end is not None:
+        if stage_end is not None and done + step < blocks:
             in_stage = min(in_stage, -(-(stage_end - position) // tokens))
         records = -(-in_stage // step)
         parts.append(np.arange(done, done + records * step, step, dtype=np.int64))

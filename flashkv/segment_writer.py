@@ -144,7 +144,7 @@ class SegmentWriter:
         statuses: NDArray[np.uint8],
     ) -> None:
         """Gives each coded record its place, segment by segment."""
-        todo = np.flatnonzero(statuses == _OK)
+        todo = (statuses == _OK).nonzero()[0]
         while len(todo):
             left = records if len(todo) == len(records) else records[todo]
             segment, count = self._segment_for(left, rows)
@@ -185,13 +185,16 @@ class SegmentWriter:
 
         before: pages that something else takes first.
         """
-        pages = np.cumsum(records["pages"], dtype=np.int64)
-        blocks = segment.block_count + np.cumsum(records["block_count"], dtype=np.int64)
-        counts = np.arange(segment.record_count + 1, segment.record_count + len(records) + 1)
-        pages += directory.pages_needed(
-            counts, blocks, len(segment.namespaces) + 1, bloom=self._bloom
-        )
         room = segment.end_page - segment.next_page - before
+        names = len(segment.namespaces) + 1
+        pages = records["pages"].cumsum(dtype=np.int64)
+        blocks = records["block_count"].cumsum(dtype=np.int64) + segment.block_count
+        count = segment.record_count + len(records)
+        all_rows = directory.pages_needed(count, int(blocks[-1]), names, bloom=self._bloom)
+        if int(pages[-1]) + all_rows <= room:
+            return len(records)
+        counts = np.arange(segment.record_count + 1, count + 1)
+        pages += directory.pages_needed(counts, blocks, names, bloom=self._bloom)
         return int(np.searchsorted(pages, room, "right"))
 
     def _append(
@@ -205,7 +208,7 @@ class SegmentWriter:
         """Gives records their places at the tail; False where memory for the index ran out."""
         segment.touched = True
         sizes = records["pages"].astype(np.int64)
-        ends = segment.next_page + np.cumsum(sizes)
+        ends = sizes.cumsum() + segment.next_page
         pages = (ends - sizes).astype(np.uint32)
         starts = records["buffer_offset"].copy()
         lib.fkv_records_bind(
