@@ -179,6 +179,13 @@ class Store:
         ]
         state.next_sequence = max(known)
         # The log is begun anew with every open: what it says is then what recovery found.
+        state.namespaces = {
+            digest: text
+            for digest, text in state.namespaces.items()
+            if self.index.namespace_blocks(
+                self._namespace_ids.get(digest, len(self._namespace_ids))
+            )
+        }
         self.manifest: Manifest = opening.begin_log(
             self._folder, read_superblock(self._folder), state, self.capacity_bytes
         )
