@@ -11,10 +11,11 @@ import os
 from pathlib import Path
 
 import numpy as np
+import pytest
 from small_stores import GEOMETRY, MIB, payload, small_disk
 
 import flashkv
-from flashkv import BlockStatus, Identity, Options
+from flashkv import BlockStatus, CapacityError, Identity, KVGeometry, Options
 
 OPTIONS = Options(staging_bytes=8 * MIB, read_buffer_bytes=8 * MIB)
 BLOCKS = payload(3, 256)  # 4 MiB
@@ -85,3 +86,28 @@ def test_a_full_disk_is_no_space() -> None:
             filler.unlink()
             assert offer(namespace, 2, 2) == [BlockStatus.OK]
             assert namespace.contains([b"2/0", b"3/255"]).all()
+
+
+def test_a_file_system_that_does_not_tell() -> None:
+    """Where nobody knows how much is free, a capacity must be given."""
+    with small_disk(0, "ramfs") as disk:
+        with pytest.raises(CapacityError, match="Give a capacity"):
+            flashkv.open(disk / "kv", geometry=GEOMETRY, options=OPTIONS)
+        with flashkv.open(disk / "kv", capacity="32MiB", geometry=GEOMETRY, options=OPTIONS) as kv:
+            assert offer(kv.namespace(Identity(model="m")), 4) == [BlockStatus.OK]
+
+
+@pytest.mark.parametrize("block_bytes", [300_000, 3_000_000, 5_900_000])
+def test_default_segments_take_opaque_blocks(disk_path: Path, block_bytes: int) -> None:
+    """Opaque blocks can't be cut: a store that opens takes them, or says what it needs."""
+    block = np.zeros((1, block_bytes), np.uint8)
+    for capacity in (16, 24, 48, 112):
+        path = disk_path / str(capacity)
+        geometry = KVGeometry.opaque(block_bytes)
+        if 17 * block_bytes > capacity * MIB:
+            with pytest.raises(CapacityError, match="at least"):
+                flashkv.open(path, capacity=capacity * MIB, geometry=geometry, options=OPTIONS)
+            continue
+        with flashkv.open(path, capacity=capacity * MIB, geometry=geometry, options=OPTIONS) as kv:
+            for number in range(9):
+                assert kv.namespace(Identity(model="m")).put([b"%d" % number], block)[0] == 0

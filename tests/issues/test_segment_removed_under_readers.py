@@ -89,3 +89,29 @@ def test_a_lease_holds(folder: Path) -> None:
         for first in range(4000, 6000, 64):
             put(namespace, range(first, first + 64))
         assert not namespace.contains(keys).any(), "without the lease the oldest go"
+
+
+def test_a_reader_in_another_handle(folder: Path) -> None:
+    """Space that the writer uses again is a miss of a read-only handle, no damage."""
+    with make(folder, capacity=20 * MIB, codec="raw") as store:
+        namespace = store.namespace(IDENTITY)
+        keys = [b"%d" % n for n in range(256)]
+        put(namespace, range(256))
+        store.flush()
+        with make(folder, read_only=True) as reader:
+            mine = reader.namespace(IDENTITY)
+            out = np.zeros((256, *SHAPE), np.uint16)
+            assert mine.get(keys, out).all_ok
+            for first in range(256, 2560, 64):
+                put(namespace, range(first, first + 64))
+                store.flush()
+                out[:] = 0
+                result = mine.get(keys, out)
+                for n in range(256):
+                    assert result[n] in (BlockStatus.OK, BlockStatus.MISS)
+                    assert not result.ok[n] or (out[n] == n).all(), n
+            assert not namespace.contains(keys).any()
+            assert not mine.get(keys, out).ok.any()
+            stats = reader.stats()
+            assert stats.damaged_blocks == 0
+            assert stats.stale_blocks > 0
