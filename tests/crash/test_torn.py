@@ -490,6 +490,75 @@ def test_segments_swapped(sealed: Sealed, disk_path: Path) -> None:
         usable(store)
 
 
+# ---- anything anywhere -------------------------------------------------------------------------
+
+
+def harm_somewhere(path: Path, rng: np.random.Generator) -> str:
+    """Flips bits, loses, repeats or swaps sectors in one file of the store; says what it did."""
+    files = sorted(f for f in shard_of(path).rglob("*") if f.is_file() and f.stat().st_size)
+    file = files[int(rng.integers(len(files)))]
+    data = np.fromfile(file, np.uint8)
+    used = np.flatnonzero(data)
+    if not len(used):
+        return f"nothing in {file.name}"
+    kind = rng.choice(["bits", "zeros", "garbage", "copy", "cut"])
+    at = int(rng.choice(used))
+    sector = at // 512 * 512
+    if kind == "bits":
+        for _ in range(int(rng.integers(1, 9))):
+            data[rng.choice(used)] ^= 1 << rng.integers(8)
+    elif kind == "cut":
+        data = data[:at]
+    elif kind == "copy":
+        other = int(rng.choice(used)) // 512 * 512
+        size = min(512 * int(rng.integers(1, 64)), len(data) - max(sector, other))
+        data[sector : sector + size] = data[other : other + size].copy()
+    else:
+        size = 512 * int(rng.integers(1, 64))
+        fill = 0 if kind == "zeros" else rng.integers(0, 256, len(data[sector : sector + size]))
+        data[sector : sector + size] = fill
+    data.tofile(file)
+    return f"{kind} in {file.name} at {at}"
+
+
+def damage_and_look(sealed: Sealed, disk_path: Path, seed: int, times: int) -> None:
+    """Whatever is damaged: right bytes or a miss, and a store that works."""
+    print(f"seed {seed}")
+    path, keys, _ = sealed
+    with reopen(path) as store:
+        names(store).delete(keys[:10])
+        put_all(names(store), KIND, [b"tail-%d" % n for n in range(10)])
+        store.flush()
+        crash(store)
+    keys = [*keys, *(b"tail-%d" % n for n in range(10))]
+    rng = np.random.default_rng(seed)
+    for _ in range(times):
+        here = copy(path, disk_path / "harmed")
+        done = [harm_somewhere(here, rng) for _ in range(int(rng.integers(1, 4)))]
+        print(done)
+        try:
+            store = reopen(here)
+        except FormatError:
+            assert sum("superblock" in what for what in done) >= 2, done
+            continue
+        with store:
+            found = present(names(store), KIND, keys)
+            assert found.sum() > 50, done
+            if not any("manifest" in what or "superblock" in what for what in done):
+                assert not found[:10].any(), f"deleted blocks came back: {done}"
+            assert (present(names(store), KIND, keys) <= found).all()
+            usable(store)
+
+
+def test_random_damage(sealed: Sealed, disk_path: Path, seed: int) -> None:
+    damage_and_look(sealed, disk_path, seed, 8)
+
+
+@pytest.mark.soak
+def test_random_damage_at_length(sealed: Sealed, disk_path: Path, seed: int) -> None:
+    damage_and_look(sealed, disk_path, seed, 200)
+
+
 # ---- foreign files -----------------------------------------------------------------------------
 
 
