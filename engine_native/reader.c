@@ -141,6 +141,13 @@ static void first_arrived(fkv_extent *extent)
     if (header_fits(reading, h)) fkv_extents_rest(reading, extent);
 }
 
+/* A lack of memory or of queue slots says nothing about the record: it stays. */
+static uint32_t read_status(int32_t result)
+{
+    if (result == -ENODATA) return FKV_DAMAGED;
+    return result == -ENOMEM || result == -EAGAIN ? FKV_NO_MEMORY : FKV_IO_ERROR;
+}
+
 static void extent_run(fkv_task *task)
 {
     fkv_extent *extent = task->owner;
@@ -149,7 +156,7 @@ static void extent_run(fkv_task *task)
     op_list list;
     gather_begin(&list);
     if (extent->op.result < 0) {
-        uint32_t status = extent->op.result == -ENODATA ? FKV_DAMAGED : FKV_IO_ERROR;
+        uint32_t status = read_status(extent->op.result);
         if (extent->header_pages)
             fkv_reading_fail(reading, status);
         else

@@ -305,8 +305,12 @@ class SegmentWriter:
         """
         if any(cause > self.durable_sequence for cause, _ in self._kills):
             self._make_durable()
-        self._space.shrink(self.take_kills, dropped.nbytes)
-        self._manifest.kill(np.concatenate([self.take_kills(), kill_rows(dropped)]), sync=True)
+        self._log(np.concatenate([self.take_kills(), kill_rows(dropped)]))
+
+    def _log(self, kills: NDArray[Any]) -> None:
+        if len(kills):
+            self._space.shrink(self.take_kills, kills.nbytes)
+            self._manifest.kill(kills, sync=True)
 
     # ---- durability ----
 
@@ -318,8 +322,8 @@ class SegmentWriter:
         """
         self.counters.flushes += 1
         self._make_durable()
+        self._log(self.take_kills())
         lost, self._lost_since_flush = self._lost_since_flush, 0
-        self._manifest.kill(self.take_kills(), sync=True)
         return lost
 
     def _make_durable(self) -> None:
