@@ -267,12 +267,12 @@ def fail_once(path: Path, backend: str, name: str, number: int) -> Fault:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_nth_failure(store_path: Path, disk_path: Path, seed: int, name: str) -> None:
-    """The first few times, then some at random, until the course has no such call any more."""
+    """The first call of its kind, and one at random; the soak takes each."""
     print(f"seed {seed}")
     rng = random.Random(seed)
     calls = fail_once(disk_path / "count", BACKENDS[0], name, 1 << 30).calls
     assert calls, f"the course makes no call of {name}"
-    numbers = {1, calls, rng.randint(1, calls), rng.randint(1, calls)}
+    numbers = {1, rng.randint(1, calls)}
     for number in sorted(numbers):
         fault = fail_once(disk_path / str(number), rng.choice(BACKENDS), name, number)
         assert fault.hits <= 1
