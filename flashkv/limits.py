@@ -67,6 +67,8 @@ TICKETS_LIMIT: Final = 1 << 20
 """What a client may raise its tickets to: each holds about 1 KiB of Python objects."""
 CLIENTS_MAX: Final = 1024
 """Clients a store: each holds an eventfd and a queue; engines use one a worker thread."""
+NAMESPACES_MAX: Final = 65536
+"""Identities and shards a handle has met: each holds about 1 KiB, and its text is in the log."""
 LEASES_MAX: Final = 65536
 """Leases at once: each pins segments, and pinned segments can't be reclaimed."""
 LEASE_MS_MAX: Final = 60_000

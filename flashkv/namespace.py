@@ -93,11 +93,10 @@ class Namespace:
             raise OptionsError("lease_ms is out of range", value=lease_ms, limit=f"1 to {longest}")
         packed = Keys.pack(keys)
         self._store.counters.lookups += len(packed)
-        pin = lease_ms is not None
-        count, segments = self._store.index.match(self._space, packed, pin=pin)
-        if lease_ms is None or not count:
-            return Match(count)
-        return Match(count, self._store.take_lease(segments, lease_ms))
+        if lease_ms is None:
+            return Match(self._store.index.match(self._space, packed)[0])
+        most = self._store.segments_max
+        return Match(*self._store.leases.match(self._space, packed, lease_ms, most))
 
     # ---- putting ----
 

@@ -35,9 +35,11 @@ from flashkv.errors import (
 )
 from flashkv.folder import SEGMENTS, SHARD, SUPERBLOCKS
 from flashkv.geometry import KVGeometry
+from flashkv.index import Index
 from flashkv.manifest import Manifest, new_uuid
 from flashkv.manifest_log import ManifestState, read_state, read_superblock
 from flashkv.options import Options, parse_bytes
+from flashkv.recovery import RecoveryReport
 from flashkv.space import choose_segment_bytes, default_capacity
 from flashkv.superblock import Superblock
 
@@ -227,6 +229,22 @@ def open_io(folder: Path, options: Options, *, read_only: bool) -> BlockIO:
         direct_io=options.direct_io,
         probe_file=probe if read_only else None,
     )
+
+
+def settle_state(
+    state: ManifestState, found: RecoveryReport, index: Index, namespace_ids: dict[bytes, int]
+) -> None:
+    """Lets the log's state be what recovery found: namespaces without blocks leave it, and no
+    sequence that was ever seen is given again.
+    """
+    seen = [found.last_sequence, *state.retired.values()]
+    seen += [int(rows["sequence"].max()) for parts in state.kills.values() for rows in parts]
+    state.next_sequence = max(state.next_sequence, max(seen) + 1)
+    state.namespaces = {
+        digest: text
+        for digest, text in state.namespaces.items()
+        if digest in namespace_ids and index.namespace_blocks(namespace_ids[digest])
+    }
 
 
 def begin_log(

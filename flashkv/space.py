@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
@@ -185,9 +186,9 @@ class Space:
         index: Index,
         io: BlockIO,
         clock_ms: Callable[[], int],
-        leased: Callable[[], set[int]],
+        unless_leased: Callable[[int, Callable[[], int]], int | None],
     ) -> None:
-        """root: the store's folder, of which others may use a part."""
+        """root: the store's folder, of which others may use a part. unless_leased: see Leases."""
         self.budget = budget
         self._root = root
         self.low_watermark, self.high_watermark = watermarks
@@ -200,7 +201,7 @@ class Space:
         self._index = index
         self._io = io
         self._clock_ms = clock_ms
-        self._leased = leased
+        self._unless_leased = unless_leased
 
     # ---- the next segment ----
 
@@ -317,19 +318,18 @@ class Space:
         """Drops the records of up to `wanted` segments; returns how many became free."""
         dropped: dict[int, int] = {}  # a pinned one's end is logged too: its blocks stay away
         freed: list[int] = []
-        leased = self._leased()
-        candidates = [
-            segment
-            for segment in self._segments.in_state(SegmentState.SEALED, SegmentState.CLOSED)
-            if segment.number not in leased
-        ]
+        candidates = self._segments.in_state(SegmentState.SEALED, SegmentState.CLOSED)
         usage = self._index.usage([segment.number for segment in candidates])
         order = np.lexsort((np.arange(len(candidates)), usage["live_blocks"] > 0))
         for row in order.tolist():
             if len(freed) == wanted:
                 break
             segment = candidates[row]
-            self.evicted_blocks += self._index.drop_segment(segment.number)
+            drop = partial(self._index.drop_segment, segment.number)
+            blocks = self._unless_leased(segment.number, drop)
+            if blocks is None:
+                continue
+            self.evicted_blocks += blocks
             dropped[segment.number] = segment.epoch
             if self._wait_unpinned(segment, patient=not freed):
                 freed.append(segment.number)

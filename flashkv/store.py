@@ -23,7 +23,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from flashkv import limits, opening
@@ -42,7 +41,7 @@ from flashkv.gate import Gate
 from flashkv.geometry import DType, KVGeometry
 from flashkv.identity import WHOLE, Identity, Shard
 from flashkv.index import Index
-from flashkv.leases import Lease, Leases
+from flashkv.leases import Leases
 from flashkv.manifest import Manifest
 from flashkv.manifest_log import read_superblock
 from flashkv.namespace import Namespace
@@ -172,20 +171,8 @@ class Store:
         budget = make_budget(
             self.path, self._folder, self.capacity_bytes, segment_bytes, options.free_floor_bytes
         )
-        known = [self.recovery.last_sequence + 1, state.next_sequence]
-        known += [last + 1 for last in state.retired.values()]
-        known += [
-            int(rows["sequence"].max()) + 1 for parts in state.kills.values() for rows in parts
-        ]
-        state.next_sequence = max(known)
         # The log is begun anew with every open: what it says is then what recovery found.
-        state.namespaces = {
-            digest: text
-            for digest, text in state.namespaces.items()
-            if self.index.namespace_blocks(
-                self._namespace_ids.get(digest, len(self._namespace_ids))
-            )
-        }
+        opening.settle_state(state, self.recovery, self.index, self._namespace_ids)
         self.manifest: Manifest = opening.begin_log(
             self._folder, read_superblock(self._folder), state, self.capacity_bytes
         )
@@ -199,7 +186,7 @@ class Store:
             self.index,
             self.io,
             self.clock_ms,
-            self.leases.segments,
+            self.leases.unless_held,
         )
         self.writer = SegmentWriter(
             self.segments,
@@ -259,7 +246,7 @@ class Store:
     def namespace(self, identity: Identity, *, shard: Shard | None = None) -> Namespace:
         """The blocks of an identity.
 
-        The same object for the same identity and shard. Raises IdentityError.
+        The same object for the same identity and shard. Raises IdentityError, BusyError.
         """
         self.check_open()
         if not isinstance(identity, Identity):
@@ -271,6 +258,13 @@ class Store:
         with self.writer_lock:
             name = (digest, part.encode())
             if name not in self._namespaces:
+                if len(self._namespaces) >= limits.NAMESPACES_MAX:
+                    raise BusyError(
+                        "too many namespaces in one handle",
+                        value=len(self._namespaces),
+                        limit=limits.NAMESPACES_MAX,
+                        advice="open the store again, or keep what varies by request in the keys",
+                    )
                 number = self._namespace_ids.setdefault(digest, len(self._namespace_ids))
                 self._namespaces[name] = Namespace(self, whole, part, number, digest)
             return self._namespaces[name]
@@ -340,10 +334,10 @@ class Store:
         header = decode_header(page.tobytes())
         return header is None or header.epoch != epoch
 
-    def take_lease(self, segments: NDArray[np.uint32], lease_ms: int) -> Lease | None:
-        """A lease on pinned segments, or None at a limit."""
-        most = self.space.budget.segments_max if not self.read_only else len(self.segments)
-        return self.leases.take(segments.copy(), lease_ms, most)
+    @property
+    def segments_max(self) -> int:
+        """Segments that the store may have."""
+        return self.space.budget.segments_max if not self.read_only else len(self.segments)
 
     # ---- asynchronous use ----
 
