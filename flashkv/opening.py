@@ -108,8 +108,11 @@ def access_errors(path: Path) -> Iterator[None]:
         raise kind(f"{path} can't be opened: {error}") from error
 
 
-def prepare_folder(path: Path, *, read_only: bool) -> Path:
-    """The shard's folder, made where it is missing. Raises NotAStoreError, StoreAccessError."""
+def prepare_folder(path: Path, *, read_only: bool, may_create: bool) -> Path:
+    """The shard's folder, made where it is missing.
+
+    may_create: a geometry was given. Raises NotAStoreError, StoreAccessError, GeometryError.
+    """
     with access_errors(path):
         if path.exists() and not path.is_dir():
             raise NotAStoreError(
@@ -122,6 +125,8 @@ def prepare_folder(path: Path, *, read_only: bool) -> Path:
                     f"{path} holds no flashkv store", advice="open it for writing once to make one"
                 )
         else:
+            if not may_create and not folder.is_dir():
+                raise _no_geometry(path)
             folder.mkdir(parents=True, exist_ok=True)
             if not os.access(folder, os.W_OK | os.X_OK):
                 raise StoreAccessError(f"no permission to write {folder}")
@@ -133,12 +138,13 @@ def is_new(folder: Path) -> bool:
     if any((folder / name).exists() for name in SUPERBLOCKS):
         return False
     segments = folder / SEGMENTS
-    if segments.is_dir() and any(segments.iterdir()):
-        return False
-    return (
-        not any(folder.glob("manifest-*.log"))
-        or not segments.is_dir()
-        or not any(segments.iterdir())
+    return not (segments.is_dir() and any(segments.iterdir()))
+
+
+def _no_geometry(path: Path) -> GeometryError:
+    return GeometryError(
+        f"{path} holds no store yet, and no geometry was given",
+        advice="pass geometry=KVGeometry.gqa(...), .mla(...) or .opaque(...)",
     )
 
 
@@ -152,10 +158,7 @@ def create(
 ) -> Manifest:
     """A new, empty shard. Raises GeometryError, CapacityError, StoreError."""
     if geometry is None:
-        raise GeometryError(
-            f"{path} holds no store yet, and no geometry was given",
-            advice="pass geometry=KVGeometry.gqa(...), .mla(...) or .opaque(...)",
-        )
+        raise _no_geometry(path)
     capacity_bytes = given_capacity(capacity) or default_capacity(path)
     largest = max(tokens for _, tokens in options.growth)
     asked = None if options.segment_bytes is None else int(options.segment_bytes)

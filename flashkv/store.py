@@ -111,7 +111,9 @@ class Store:
         self._clients: set[Client] = set()
         self._namespaces: dict[tuple[bytes, bytes], Namespace] = {}
         self._namespace_ids: dict[bytes, int] = {}
-        self._folder = opening.prepare_folder(path, read_only=read_only)
+        self._folder = opening.prepare_folder(
+            path, read_only=read_only, may_create=geometry is not None
+        )
         self._lock: opening.ShardLock | None = None
         with opening.access_errors(path):
             if not read_only:
