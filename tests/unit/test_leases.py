@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -156,7 +157,8 @@ def test_release_from_many_threads() -> None:
     leases = Leases(index)
     given: list[np.ndarray] = []
     index.unpin = given.append  # type: ignore[method-assign]
-    held = [leases.take(np.array([3], np.uint32), 60_000, 8) for _ in range(200)]
+    index.match = lambda *_, **__: (1, np.array([3], np.uint32))  # type: ignore[method-assign]
+    held = [leases.match(None, None, 60_000, 8)[1] for _ in range(200)]  # type: ignore[arg-type]
 
     def release() -> None:
         for lease in held:
@@ -201,3 +203,37 @@ def test_reads_hold_what_they_read(store: Store, ns: Namespace) -> None:
     stats = check_rest(store)
     assert stats.evicted_segments > 5
     assert stats.damaged_blocks == 0
+
+
+def test_no_reclaim_between_match_and_lease(
+    store: Store, ns: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a match found is still there when it has its lease, whatever comes at that moment."""
+    churn(ns, 40, "churn")
+    taking = Leases._take
+    reclaimed = threading.Thread(target=churn, args=(ns, 200, "more"))
+
+    def slow(*arguments: Any) -> Any:
+        reclaimed.start()
+        time.sleep(0.2)
+        return taking(*arguments)
+
+    monkeypatch.setattr(Leases, "_take", slow)
+    match = ns.match(FIRST, lease_ms=30_000)
+    monkeypatch.undo()
+    reclaimed.join()
+    assert match.count == len(FIRST)
+    assert match.lease is not None
+    assert present(ns, KIND, FIRST).all()
+    match.lease.release()
+
+
+def test_many_short_leases(store: Store, ns: Namespace) -> None:
+    """Leases that were released leave nothing behind, though their time isn't over."""
+    for _ in range(5000):
+        lease = ns.match(FIRST[:1], lease_ms=60_000).lease
+        assert lease is not None
+        lease.release()
+    assert len(store.leases) == 0
+    assert len(store.leases._by_end) < 2000
+    assert pins(store) == 0
