@@ -35,8 +35,6 @@ class StagingBuffer:
         self.length = length
         self.pooled = pooled
         self.used = 0  # bytes that hold records
-        self.filling = True  # the writer may add to it
-        self.flights = 0  # writes that read it
         self.base: Any = lib.fkv_buffer_alloc(length)
         if self.base == ffi.NULL:
             raise MemoryError(f"no memory for a staging buffer of {length} bytes")
@@ -64,7 +62,7 @@ class Staging:
         with self._lock:
             if pooled and self._free:
                 buffer = self._free.pop()
-                buffer.used, buffer.filling = 0, True
+                buffer.used = 0
                 return buffer
             same = sum(buffer.pooled == pooled for buffer in self._all)
             if same >= (STAGING_BUFFERS if pooled else 1):
@@ -73,21 +71,15 @@ class Staging:
             self._all.append(buffer)
             return buffer
 
-    def settle(self, buffer: StagingBuffer) -> None:
-        """Takes the buffer back if nobody fills it and no write reads it."""
+    def keep(self, used: set[StagingBuffer]) -> None:
+        """Takes back every buffer but those in use."""
         with self._lock:
-            if buffer.filling or buffer.flights:
-                return
-            if buffer.pooled:
-                self._free.append(buffer)
-            else:
-                self._all.remove(buffer)
-                buffer.free()
-
-    @property
-    def in_use(self) -> int:
-        """Buffers that writes read."""
-        return sum(buffer.flights > 0 for buffer in self._all)
+            for buffer in [buffer for buffer in self._all if buffer not in used]:
+                if not buffer.pooled:
+                    self._all.remove(buffer)
+                    buffer.free()
+                elif buffer not in self._free:
+                    self._free.append(buffer)
 
     def close(self) -> None:
         """Frees all; nothing may be in flight."""
@@ -100,9 +92,10 @@ class Staging:
 
 @dataclass(eq=False)
 class EncodeJob:
-    """Everything that coding a put needs. records, blocks.
+    """Everything that coding a put needs.
 
-    Rows of ENCODE_RECORD and ENCODE_BLOCK.
+    blocks   ENCODE_BLOCK[B], the blocks that are stored; records: ENCODE_RECORD[R], runs of them.
+    keys     uint8[], keys back to back; parents likewise. pointers: uint64[N, regions].
     """
 
     geometry: Any

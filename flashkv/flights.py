@@ -5,7 +5,9 @@ Invariants
     megabyte at a time: small puts gather until a run is full or someone waits for them;
   - a record is noted here before it is visible in the index, and both happen under the lock: a
     reader that finds it knows that it may not be on the device, a failure finds it in the index;
-  - a staging buffer is given back once no write reads it and the writer is through with it.
+  - which staging buffers are in use is derived from the runs, never counted;
+  - an exception from a signal handler (Ctrl-C) may cut any call here: what became of a write that
+    nobody can tell any more counts as failed, and nobody waits for it.
 """
 
 from __future__ import annotations
@@ -62,6 +64,8 @@ class Flights:
         """on_failure(segment, sequences): under the lock, for records that were not written."""
         self.lock = threading.RLock()
         self.failed_writes = 0
+        self.filling: StagingBuffer | None = None  # what the writer adds to
+        self._reaping: set[int] = set()  # threads that may hold results not taken notice of
         self._io = io
         self._staging = staging
         self._on_failure = on_failure
@@ -115,7 +119,6 @@ class Flights:
             run.sequences.append(sequences)
         else:
             self._pending.append(_Run(buffer, segment, data, offset, length, [sequences]))
-            buffer.flights += 1
         self._pending_bytes += length
 
     def launch(self, *, least: int = 0) -> None:
@@ -123,7 +126,7 @@ class Flights:
         with self.lock:
             if not self._pending or self._pending_bytes < least:
                 return
-            runs, self._pending, self._pending_bytes = self._pending, [], 0
+            runs = self._pending
             tags = range(self._next_tag, self._next_tag + len(runs))
             self._next_tag += len(runs)
             writes = np.zeros(len(runs), WRITE_DTYPE)
@@ -132,7 +135,9 @@ class Flights:
             writes["length"] = [run.length for run in runs]
             writes["data"] = [run.data for run in runs]
             writes["fd"] = [run.segment.fd for run in runs]
+            # Never in neither: what is cut off between these lines is still known to be on its way.
             self._flying.update(zip(tags, runs, strict=True))
+            self._pending, self._pending_bytes = [], 0
             try:
                 self._io.write_submit(writes)
             except MemoryError:
@@ -142,29 +147,62 @@ class Flights:
     # ---- landing ----
 
     def _land(self, tag: int, *, failed: bool) -> None:
-        run = self._flying.pop(tag)
-        if failed:
+        run = self._flying.get(tag)
+        if run is not None and failed:
             self.failed_writes += 1
             self._on_failure(run.segment, np.concatenate(run.sequences))
-        run.buffer.flights -= 1
-        self._staging.settle(run.buffer)
+        self._flying.pop(tag, None)
 
     def reap(self, *, wait: bool) -> None:
         """Takes notice of finished writes; wait: of at least one, if any is on its way."""
         self.launch()
+        me = threading.get_ident()
+        self._reaping.add(me)
         with self.lock:
-            finished = self._io.write_reap(64, 0)
-            self._take(finished)
-            if len(finished) or not wait or not self._flying:
+            landed = self._take(self._io.write_reap(64, 0))
+            if landed or not wait or not self._flying:
+                self._reaping.discard(me)
                 return
         # Without the lock: others may put and look up meanwhile.
         finished = self._io.write_reap(64, REAP_MS)
         with self.lock:
-            self._take(finished)
+            if not self._take(finished):
+                self._give_up(me)
+            self._reaping.discard(me)
 
-    def _take(self, finished: NDArray[Any]) -> None:
+    def _take(self, finished: NDArray[Any]) -> int:
         for tag, result in zip(finished["tag"].tolist(), finished["result"].tolist(), strict=True):
             self._land(tag, failed=result != 0)
+        self._staging.keep(self.buffers() | ({self.filling} if self.filling is not None else set()))
+        return len(finished)
+
+    def _give_up(self, me: int) -> None:
+        """Writes that the device is through with and whose results an exception cut off."""
+        if not self._flying or self._io.writes_inflight():
+            return
+        others = {thread.ident for thread in threading.enumerate()} - {me}
+        if not self._reaping & others:
+            for tag in list(self._flying):
+                self._land(tag, failed=True)
+
+    def take_buffer(self, length: int) -> StagingBuffer:
+        """A staging buffer for the writer to fill, at least so long; waits for a write to land.
+
+        Raises MemoryError.
+        """
+        while True:
+            with self.lock:
+                self.filling = None
+                self._take(self._io.write_reap(64, 0))
+                self.filling = self._staging.take(length)
+                if self.filling is not None:
+                    return self.filling
+            self.reap(wait=True)
+
+    def buffers(self) -> set[StagingBuffer]:
+        """Staging buffers that writes read."""
+        with self.lock:
+            return {run.buffer for run in (*self._pending, *self._flying.values())}
 
     def first_unwritten(self) -> int:
         """Records with this sequence or a later one may not be on the device yet."""

@@ -89,7 +89,6 @@ class SegmentWriter:
         self._staging = staging
         self._bloom = bloom
         self._open: Segment | None = next(iter(segments.in_state(SegmentState.OPEN)), None)
-        self._filling: StagingBuffer | None = None
         self._lost_since_flush = 0
         self._kills: list[tuple[int, NDArray[Any]]] = []  # (sequence that caused them, rows)
         self._failed: list[NDArray[Any]] = []  # kill rows of records whose write or sync failed
@@ -119,21 +118,10 @@ class SegmentWriter:
 
     def _buffer_with(self, length: int) -> StagingBuffer:
         """The staging buffer that is being filled, if so many bytes fit, else another."""
-        buffer = self._filling
+        buffer = self.flights.filling
         if buffer is not None and buffer.length - buffer.used >= length:
             return buffer
-        self._stop_filling()
-        while (buffer := self._staging.take(length)) is None:
-            self.flights.reap(wait=True)
-        self._filling = buffer
-        return buffer
-
-    def _stop_filling(self) -> None:
-        buffer, self._filling = self._filling, None
-        if buffer is not None:
-            with self.flights.lock:
-                buffer.filling = False
-                self._staging.settle(buffer)
+        return self.flights.take_buffer(length)
 
     def _place(
         self,
@@ -206,10 +194,12 @@ class SegmentWriter:
         buffer: StagingBuffer,
     ) -> bool:
         """Gives records their places at the tail; False where memory for the index ran out."""
-        segment.touched = True
         sizes = records["pages"].astype(np.int64)
         ends = sizes.cumsum() + segment.next_page
         pages = (ends - sizes).astype(np.uint32)
+        # First of all: whatever cuts this call, no other record gets these places.
+        segment.next_page = int(ends[-1])
+        segment.touched = segment.unsynced = True
         starts = records["buffer_offset"].copy()
         lib.fkv_records_bind(
             buffer.base,
@@ -233,8 +223,6 @@ class SegmentWriter:
         with self.flights.lock:
             self.flights.add(segment, buffer, starts.view(np.int64), offsets, sizes, sequences)
             segment.add_rows(record_rows, block_rows)
-            segment.next_page = int(ends[-1])
-            segment.unsynced = True
             self._last_appended = int(sequences[-1])
             try:
                 dropped = self._index.add(segment.number, record_rows, block_rows, ids)
@@ -388,7 +376,7 @@ class SegmentWriter:
     def close(self) -> None:
         """Lands all writes and gives the buffer back."""
         self.flights.wait_written()
-        self._stop_filling()
+        self.flights.filling = None
 
 
 def kill_rows(dropped: NDArray[Any]) -> NDArray[Any]:

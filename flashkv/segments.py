@@ -60,8 +60,7 @@ class Segment:
     namespaces: list[bytes] = field(default_factory=list)
     record_count: int = 0  # directory rows while there is no directory
     block_count: int = 0
-    _records: list[NDArray[Any]] = field(default_factory=list)
-    _blocks: list[NDArray[Any]] = field(default_factory=list)
+    _rows: list[tuple[NDArray[Any], NDArray[Any]]] = field(default_factory=list)
 
     def has_file(self) -> bool:
         """Its file takes space on disk."""
@@ -69,17 +68,17 @@ class Segment:
 
     def add_rows(self, records: NDArray[Any], blocks: NDArray[Any]) -> None:
         """Directory rows of records that were appended, and of their blocks in order."""
-        self._records.append(records)
-        self._blocks.append(blocks)
         self.record_count += len(records)
         self.block_count += len(blocks)
+        self._rows.append((records, blocks))
 
     def rows(self) -> tuple[NDArray[Any], NDArray[Any]]:
         """All rows so far: DIR_RECORD[R], DIR_BLOCK[B]."""
-        records = np.concatenate(self._records) if self._records else np.zeros(0, DIR_RECORD)
-        blocks = np.concatenate(self._blocks) if self._blocks else np.zeros(0, DIR_BLOCK)
-        self._records, self._blocks = [records], [blocks]
-        return records, blocks
+        if len(self._rows) != 1:
+            records = [np.zeros(0, DIR_RECORD), *(part for part, _ in self._rows)]
+            blocks = [np.zeros(0, DIR_BLOCK), *(part for _, part in self._rows)]
+            self._rows = [(np.concatenate(records), np.concatenate(blocks))]
+        return self._rows[0]
 
     def drop_rows(self, sequences: NDArray[np.uint64]) -> NDArray[Any]:
         """Takes out the rows of records with these sequences; returns their record rows."""
@@ -93,7 +92,7 @@ class Segment:
 
     def clear_rows(self) -> None:
         """Forgets all rows: the directory has them, or nobody needs them."""
-        self._records, self._blocks = [], []
+        self._rows = []
         self.record_count = self.block_count = 0
 
 
@@ -129,13 +128,6 @@ class Segments:
         segment = Segment(number, end_page=self.pages - 1)
         self._all[number] = segment
         return segment
-
-    def next_number(self) -> int:
-        """The lowest number without a segment."""
-        number = 0
-        while number in self._all:
-            number += 1
-        return number
 
     def publish(self, segment: Segment) -> None:
         """Lets readers see the segment's file, epoch and uuid."""

@@ -44,7 +44,7 @@ def snapshot(store: Store, tickets_inflight: int, namespaces: int) -> Stats:
         namespaces=namespaces,
         index_bytes=totals.memory_bytes,
         header_cache_bytes=io["header_cache_bytes"],
-        staging_in_use=store.staging.in_use if writing else 0,
+        staging_in_use=len(store.writer.flights.buffers()) if writing else 0,
         read_buffers_in_use=io["buffers_in_use"],
         writes_inflight=store.io.writes_inflight(),
         leases=len(store.leases),
