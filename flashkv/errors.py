@@ -55,7 +55,7 @@ class LockedError(StoreError, BlockingIOError):
 
 
 class NotAStoreError(StoreError, OSError):
-    """The path is a file, or a folder that holds something else."""
+    """The path is no folder, or one without a store that was to be opened read-only."""
 
 
 class StoreAccessError(StoreError, PermissionError):
@@ -253,6 +253,13 @@ def damaged_mask(native: NDArray[Any]) -> NDArray[np.bool_]:
 
     mask: NDArray[np.bool_] = native == lib.FKV_DAMAGED
     return mask
+
+
+def missed_statuses(count: int) -> NDArray[np.uint32]:
+    """Native statuses of blocks that nothing was read for yet: uint32[count], all FKV_MISS."""
+    from flashkv.native import lib
+
+    return np.full(count, lib.FKV_MISS, np.uint32)
 
 
 def errno_status(result: int) -> BlockStatus:

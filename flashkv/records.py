@@ -4,8 +4,8 @@ Invariants
   - a record holds consecutive blocks of one put; a block that is not stored (present already,
     refused) ends a record;
   - a record has at most the tokens that the growth schedule allows where it begins, at most
-    record_bytes_max bytes and BLOCKS_PER_RECORD_MAX blocks; a single block may exceed the schedule,
-    never the bytes;
+    RecordLimits.bytes_max bytes and BLOCKS_PER_RECORD_MAX blocks; a single block may exceed the
+    schedule, never the bytes;
   - boundaries depend on positions and sizes only: the same put makes the same records.
 """
 
@@ -25,9 +25,11 @@ OPAQUE_RECORD_BYTES: Final = limits.MIB
 
 @dataclass(frozen=True, eq=False)
 class RecordPlan:
-    """rows.
+    """Which blocks of a put make which record.
 
-    Indices of the stored blocks, in order. Record i has rows[first[i] : first[i] + count[i]].
+    rows         indices of the stored blocks, in order; record i has
+                 rows[first[i] : first[i] + count[i]].
+    start_token  position of each record's first token; all ones where it isn't known.
     """
 
     rows: NDArray[np.int64]

@@ -19,14 +19,13 @@ from numpy.typing import NDArray
 
 from flashkv import limits
 from flashkv.blockio import BlockIO
-from flashkv.errors import BlockStatus, block_statuses, damaged_mask
+from flashkv.errors import BlockStatus, block_statuses, damaged_mask, missed_statuses
 from flashkv.index import NONE, Index, Keys
 from flashkv.native import address, dtype_of, ffi, lib, pointer
 from flashkv.segments import Segments
 
 READ_RECORD: Final = dtype_of("fkv_read_record")
 READ_WANT: Final = dtype_of("fkv_read_want")
-_MISS: Final = int(lib.FKV_MISS)
 _COPIED: Final = tuple(
     name for name in dtype_of("fkv_place").names or () if name in (READ_RECORD.names or ())
 )
@@ -35,9 +34,10 @@ _COPIED: Final = tuple(
 
 @dataclass(eq=False)
 class ReadRequest:
-    """What a get wants. places.
+    """What a get wants.
 
-    Rows of fkv_place, pinned; row i of pointers is block i's memory.
+    places    rows of fkv_place, one a block, their segments pinned.
+    pointers  uint64[N, regions]: row i is block i's memory.
     """
 
     geometry: Any
@@ -75,9 +75,10 @@ class SegmentReader:
         on_damage: Callable[[NDArray[Any]], None],
         is_stale: Callable[[int, int], bool],
     ) -> None:
-        """wait_written(sequence): see SegmentWriter. on_damage(dropped): blocks that left the
-        index.
-        is_stale(segment, epoch): the segment has another epoch by now (read-only handles)."""
+        """wait_written(sequence): returns once records up to it are written; whether it waited.
+        on_damage(dropped): takes the rows of blocks that left the index.
+        is_stale(segment, epoch): whether the segment has another epoch by now (read-only handles).
+        """
         self.counters = ReaderCounters()
         self._segments = segments
         self._index = index
@@ -91,7 +92,7 @@ class SegmentReader:
     def read(self, request: ReadRequest, digests: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """BlockStatus of each block: uint8[N]. Blocks without a place are MISS."""
         places = request.places
-        native = np.full(len(places), _MISS, np.uint32)
+        native = missed_statuses(len(places))
         pinned = places["segment"].copy()
         try:
             rows = np.flatnonzero(places["record"] != NONE)
