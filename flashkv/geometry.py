@@ -19,7 +19,7 @@ from enum import Enum
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
-from flashkv import limits
+from flashkv import checks, limits
 from flashkv.dtypes import DType
 from flashkv.errors import GeometryError, MemoryViewError
 from flashkv.native import ffi
@@ -112,7 +112,8 @@ class Group:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", _member(GroupKind, self.kind, "group kind"))
-        object.__setattr__(self, "planes", tuple(self.planes))
+        planes = checks.members(GeometryError, "planes", self.planes, Plane)
+        object.__setattr__(self, "planes", planes)
         if not isinstance(self.name, str) or not 0 < len(self.name.encode()) <= 64:
             raise GeometryError("a group's name must be text of 1 to 64 bytes", value=self.name)
         if not 1 <= len(self.planes) <= limits.PLANES_MAX:
@@ -120,6 +121,13 @@ class Group:
                 f"group {self.name!r} has the wrong number of planes",
                 value=len(self.planes),
                 limit=f"1 to {limits.PLANES_MAX}",
+            )
+        streams = sum(plane.layers * plane.heads for plane in self.planes)
+        if streams > limits.GROUP_STREAMS_MAX:
+            raise GeometryError(
+                f"group {self.name!r} has too many layers x heads over its planes",
+                value=streams,
+                limit=limits.GROUP_STREAMS_MAX,
             )
         windowed = self.kind in (GroupKind.SLIDING, GroupKind.CHUNKED)
         if not isinstance(self.window, int) or (self.window > 0) != windowed:
@@ -140,7 +148,8 @@ class KVGeometry:
     groups: tuple[Group, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "groups", tuple(self.groups))
+        groups = checks.members(GeometryError, "groups", self.groups, Group)
+        object.__setattr__(self, "groups", groups)
         if not 1 <= len(self.groups) <= limits.GROUPS_MAX:
             raise GeometryError(
                 "wrong number of groups",
@@ -320,22 +329,18 @@ class MemoryView:
             raise MemoryViewError(
                 f"order must name each of {', '.join(AXES)} once", value=repr(self.order)
             )
-        regions = tuple(self.regions)
+        regions = checks.members(MemoryViewError, "regions", self.regions, str)
         if len(set(regions)) != len(regions) or not set(regions) <= {"layer", "plane"}:
             raise MemoryViewError("regions may name layer and plane, once", value=repr(regions))
         ordered = [name for name in names if name in regions]
         ordered += [name for name in names if name not in regions]
         object.__setattr__(self, "regions", tuple(name for name in ordered if name in regions))
         object.__setattr__(self, "order", " ".join(ordered))
-        tokens = self.block_tokens
-        if tokens is not None and (
-            not isinstance(tokens, int) or not 1 <= tokens <= limits.BLOCK_TOKENS_MAX
-        ):
-            raise MemoryViewError(
-                "block_tokens is out of range",
-                value=tokens,
-                limit=f"1 to {limits.BLOCK_TOKENS_MAX}",
+        if self.block_tokens is not None:
+            tokens = checks.whole(
+                MemoryViewError, "block_tokens", self.block_tokens, 1, limits.BLOCK_TOKENS_MAX
             )
+            object.__setattr__(self, "block_tokens", tokens)
 
     @property
     def axes(self) -> tuple[int, ...]:

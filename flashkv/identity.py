@@ -21,7 +21,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from flashkv import limits
+from flashkv import checks, limits
 from flashkv.errors import GeometryError, IdentityError
 from flashkv.geometry import DType, KVGeometry
 from flashkv.native import ffi, lib, pointer
@@ -33,19 +33,18 @@ _SHARD: Final = struct.Struct("<HHHHHHI")
 Extra = str | int | float | bool
 
 
-def _range(name: str, pair: tuple[int, int] | None, limit: int) -> tuple[int, int]:
-    """A checked (start, stop); None is (0, 0)."""
-    if pair is None:
-        return (0, 0)
-    try:
-        start, stop = (int(value) for value in pair)
-    except (TypeError, ValueError):
-        raise IdentityError(f"{name} must be a pair (start, stop)", value=repr(pair)) from None
-    if not 0 <= start < stop <= limit:
+def _pair(name: str, given: object, names: str, limit: int) -> tuple[int, int] | None:
+    """A checked pair of ints: 0 <= the first < the second <= limit."""
+    if given is None:
+        return None
+    first, second = checks.pair(IdentityError, name, given)
+    if not 0 <= first < second <= limit:
         raise IdentityError(
-            f"{name} is no range", value=pair, limit=f"0 <= start < stop <= {limit}"
+            f"{name} must be ({names})",
+            value=(first, second),
+            limit=f"0 <= {names.replace(', ', ' < ')} <= {limit}",
         )
-    return (start, stop)
+    return first, second
 
 
 @dataclass(frozen=True)
@@ -62,16 +61,12 @@ class Shard:
     context: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        _range("layers", self.layers, limits.LAYERS_MAX)
-        _range("heads", self.heads, limits.HEADS_MAX)
-        if self.context is not None:
-            rank, size = self.context
-            if not 0 <= rank < size <= limits.CONTEXT_RANKS_MAX:
-                raise IdentityError(
-                    "context must be (rank, size)",
-                    value=self.context,
-                    limit=f"0 <= rank < size <= {limits.CONTEXT_RANKS_MAX}",
-                )
+        for name, names, limit in (
+            ("layers", "start, stop", limits.LAYERS_MAX),
+            ("heads", "start, stop", limits.HEADS_MAX),
+            ("context", "rank, size", limits.CONTEXT_RANKS_MAX),
+        ):
+            object.__setattr__(self, name, _pair(name, getattr(self, name), names, limit))
 
     def normalized(self, geometry: KVGeometry) -> Shard:
         """The same part, with whatever covers all of the geometry as None."""
@@ -229,6 +224,8 @@ def _checked_extras(extras: Mapping[str, Extra]) -> dict[str, Extra]:
             _check_text(f"extras[{name!r}]", value)
         elif isinstance(value, float) and not np.isfinite(value):
             raise IdentityError(f"extras[{name!r}] must be finite", value=value)
+        elif isinstance(value, int):
+            checks.whole(IdentityError, f"extras[{name!r}]", int(value), -(1 << 63), (1 << 64) - 1)
     return {name: extras[name] for name in sorted(extras)}
 
 
@@ -259,19 +256,18 @@ def token_keys(
     extra), the tokens as little-endian int32. A shorter last block has a key too.
     Raises IdentityError, a ValueError.
     """
-    ids = np.asarray(token_ids)
+    salt = checks.raw(IdentityError, "salt", salt)
+    extra = checks.raw(IdentityError, "extra", extra)
+    ids = checks.array(IdentityError, "token_ids", token_ids)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise IdentityError(
             "token_ids must be ints in one dimension", value=f"{ids.dtype}{list(ids.shape)}"
         )
     if ids.size > limits.TOKENS_PER_CHAIN_MAX:
         raise IdentityError("too many tokens", value=ids.size, limit=limits.TOKENS_PER_CHAIN_MAX)
-    if not 1 <= block_tokens <= limits.BLOCK_TOKENS_MAX:
-        raise IdentityError(
-            "block_tokens is out of range",
-            value=block_tokens,
-            limit=f"1 to {limits.BLOCK_TOKENS_MAX}",
-        )
+    block_tokens = checks.whole(
+        IdentityError, "block_tokens", block_tokens, 1, limits.BLOCK_TOKENS_MAX
+    )
     if ids.size and (int(ids.min()) < -(2**31) or int(ids.max()) >= 2**31):
         raise IdentityError("a token id doesn't fit 32 bits", value=int(ids.max()))
     tokens = np.ascontiguousarray(ids, dtype="<i4")

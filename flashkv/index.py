@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from flashkv import limits
+from flashkv import checks, limits
 from flashkv.errors import KeyFormatError, OutOfMemoryError, check_native
 from flashkv.native import dtype_of, ffi, lib, pointer
 
@@ -36,7 +36,11 @@ class Keys:
 
     @classmethod
     def pack(
-        cls, keys: Sequence[bytes] | NDArray[np.uint8] | Keys, *, allow_empty: bool = False
+        cls,
+        keys: Sequence[bytes] | NDArray[np.uint8] | Keys,
+        *,
+        name: str = "keys",
+        allow_empty: bool = False,
     ) -> Keys:
         """Packs bytes of 1 to 255 bytes each, or uint8[N, key_bytes]. Raises KeyFormatError.
 
@@ -44,15 +48,10 @@ class Keys:
         """
         if isinstance(keys, Keys):
             return keys
-        if isinstance(keys, (bytes, bytearray, memoryview, str)):
+        _check_sequence(keys, name)
+        if len(keys) > limits.BATCH_BLOCKS_MAX:
             raise KeyFormatError(
-                "keys must be a sequence of bytes",
-                value=f"one {type(keys).__name__}",
-                advice="Put a single key into a list",
-            )
-        if hasattr(keys, "__len__") and len(keys) > limits.BATCH_BLOCKS_MAX:
-            raise KeyFormatError(
-                "too many keys in one batch",
+                f"too many {name} in one batch",
                 value=len(keys),
                 limit=limits.BATCH_BLOCKS_MAX,
                 advice="split the batch",
@@ -108,6 +107,18 @@ class Keys:
             pointer(digests, "uint8_t *"),
         )
         return digests
+
+
+def _check_sequence(keys: Any, name: str) -> None:
+    """Order matters, so a set is none."""
+    if isinstance(keys, (bytes, bytearray, memoryview, str)):
+        raise KeyFormatError(
+            f"{name} must be a sequence of bytes",
+            value=f"one {type(keys).__name__}",
+            advice="Put a single key into a list",
+        )
+    if not isinstance(keys, (list, tuple, np.ndarray, Sequence)):
+        raise KeyFormatError(f"{name} must be a sequence of bytes", value=checks.shown(keys))
 
 
 def _type_name(keys: Any) -> str:

@@ -22,8 +22,6 @@ BLOCKS_PER_RECORD_MAX: Final = 1024
 """A record of 1,024 tokens in one-token blocks; keeps headers below a few hundred KiB."""
 PLANES_MAX: Final = 8
 """Planes a group: k, v and scales need four; stays a fixed array in native structures."""
-HEADER_BYTES_MAX: Final = 4 * MIB
-"""Record header: 1,024 keys of 255 bytes, their parents and a stripe table stay far below."""
 SHARD_BYTES: Final = 16
 NAMESPACE_BYTES: Final = 32
 DIGEST_BYTES: Final = 16
@@ -35,6 +33,11 @@ LAYERS_MAX: Final = 1024
 """Layers of a plane: the deepest models have about 130; a shard names layers in 16 bits."""
 HEADS_MAX: Final = 1024
 """KV heads of a plane: MHA models have up to 128; a shard names heads in 16 bits."""
+GROUP_STREAMS_MAX: Final = 1 << 20
+"""Streams of a group, layers x heads over its planes: each takes some bytes of a record's header.
+
+Layers over planes, which the data plane bounds by 65,535, stay far below.
+"""
 VECTOR_BYTES_MAX: Final = 1 * GIB
 """One token of one head. An opaque block is a single vector, hence so much."""
 GEOMETRY_JSON_BYTES_MAX: Final = 3072
@@ -59,6 +62,8 @@ FINGERPRINT_SAMPLES: Final = 64
 # ---- batches and clients ------------------------------------------------------------------------
 BATCH_BLOCKS_MAX: Final = 1 << 16
 """Blocks a call: 64 Ki blocks of 16 tokens are a context of a million tokens."""
+AXES_MAX: Final = 64
+"""Axes of an array: what numpy and torch have."""
 REGIONS_MAX: Final = 4096
 """Regions a block: K and V of 1,024 layers apart are 2,048."""
 TICKETS_MAX: Final = 4096
@@ -79,12 +84,14 @@ SEGMENT_BYTES_MIN: Final = 4 * MIB
 """Below this, headers and directories take more than 1 % of a segment."""
 SEGMENT_BYTES_MAX: Final = 1 * GIB
 """Above this, one reclaim throws away too much at once."""
+CAPACITY_BYTES_MAX: Final = 1 << 62
+"""Sums of a few such numbers stay within 64 bits."""
 SEGMENTS_PER_CAPACITY: Final = 256
 """Segment size aims at capacity/256: reclaiming one costs 0.4 % of the cache."""
 SEGMENT_COUNT_MAX: Final = 1 << 20
 """Segment numbers: 1 PiB of 1 GiB segments; the index keeps a row of each."""
 SEGMENT_COUNT_MIN: Final = 4
-"""Two open, one sealed, one being reclaimed: less can't make progress."""
+"""One open, one to reclaim, and two that leases may hold, which is half of them."""
 RECORDS_PER_SEGMENT_MIN: Final = 4
 """A record is at most a quarter of a segment, so sealing wastes less than that."""
 WRITE_RUN_BYTES: Final = 1 * MIB

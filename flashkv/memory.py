@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from flashkv import checks, limits
 from flashkv.arrays import (
     ArrayInfo,
     array_info,
@@ -52,6 +53,13 @@ class Regions:
     tensors: Sequence[Any]
     rows: Any = None
     row_axis: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tensors, (list, tuple)):
+            raise MemoryViewError(
+                "Regions needs a list of tensors, one a region", value=checks.shown(self.tensors)
+            )
+        checks.whole(MemoryViewError, "row_axis", self.row_axis, 0, limits.AXES_MAX)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +115,8 @@ def block_memory(
     partial: blocks may be shorter than that room; addresses then need only differ.
     Raises MemoryViewError, ReadOnlyDestinationError.
     """
-    view = view or DEFAULT_VIEW
+    view = DEFAULT_VIEW if view is None else view
+    checks.instance(MemoryViewError, "view", view, MemoryView)
     room = view.block_tokens or block_tokens
     region_count = view_regions(geometry, group, view, selection)
     if isinstance(data, Pointers):
@@ -132,7 +141,7 @@ def token_counts(tokens: Any, count: int, block_tokens: int) -> NDArray[np.uint1
         return np.full(count, block_tokens, np.uint16)
     if type(tokens) is int and 1 <= tokens <= block_tokens:
         return np.full(count, tokens, np.uint16)
-    array = np.asarray(tokens)
+    array = checks.array(MemoryViewError, "token counts", tokens)
     if array.dtype.kind not in "iu" and array.size:
         raise MemoryViewError("token counts must be ints", value=array.dtype)
     if array.ndim > 1 or (array.ndim == 1 and array.size != count):
@@ -177,7 +186,7 @@ def _as_regions(data: Any, region_count: int) -> Regions:
 def _from_pointers(
     data: Pointers, count: int, view: NativeView, *, destination: bool, partial: bool
 ) -> BlockMemory:
-    addresses = np.asarray(data.addresses)
+    addresses = checks.array(MemoryViewError, "addresses", data.addresses)
     if addresses.ndim == 1 and view.region_count == 1:
         addresses = addresses[:, None]
     if addresses.dtype.kind not in "iu" or addresses.shape != (count, view.region_count):
@@ -233,7 +242,7 @@ def _addresses(
 def _checked_rows(rows: Any, count: int, *, destination: bool) -> NDArray[np.int64] | None:
     if rows is None:
         return None
-    array = np.asarray(rows)
+    array = checks.array(MemoryViewError, "rows", rows)
     if array.shape != (count,) or (array.dtype.kind not in "iu" and count):
         raise MemoryViewError(
             "rows must be one int a block", value=f"{array.dtype}{list(array.shape)}", limit=count

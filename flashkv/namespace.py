@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashkv import limits, records
+from flashkv import checks, limits, records
 from flashkv.codec import CODECS, ENCODE_BLOCK, ENCODE_RECORD, EncodeJob
 from flashkv.errors import BatchResult, BlockStatus, KeyFormatError, MemoryViewError, OptionsError
 from flashkv.geometry import KVGeometry, MemoryView
@@ -89,8 +89,8 @@ class Namespace:
         """
         self._store.check_open()
         longest = self._store.options.max_lease_ms
-        if lease_ms is not None and not 1 <= lease_ms <= longest:
-            raise OptionsError("lease_ms is out of range", value=lease_ms, limit=f"1 to {longest}")
+        if lease_ms is not None:
+            lease_ms = checks.whole(OptionsError, "lease_ms", lease_ms, 1, longest)
         packed = Keys.pack(keys)
         self._store.counters.lookups += len(packed)
         if lease_ms is None:
@@ -115,33 +115,29 @@ class Namespace:
         """Stores blocks; returns once they are captured: the source is free, and this process sees
         them.
 
-        keys      N keys of 1 to 255 bytes: bytes, or uint8[N, length].
+        keys      N keys of 1 to 255 bytes: bytes, or uint8[N, length]. A key belongs to one group:
+                  keys are one space for all groups.
         data      the blocks' memory, see flashkv.memory.block_memory; view: its axes, default
                   [layer, plane, head, token, dim].
         tokens    tokens of each block where not all are full: an int, or int[N].
         parents   key of the block before each (empty for none); position: of the first block's
                   first token.
-        replace   store blocks whose keys are present too; else they are PRESENT and skipped.
+        replace   store blocks whose keys are present too, in place of what was there. Else they
+                  are PRESENT and skipped, whatever group and length the stored block has.
         Statuses: OK, PRESENT, DUPLICATE, BLOCK_TOO_LARGE, NO_SPACE, BUSY. Raises KeyFormatError,
         MemoryViewError, ReadOnlyStoreError, ClosedError.
         """
         store = self._store
         store.check_writable()
         packed = Keys.pack(keys)
-        if parents is not None and len(parents) != len(packed):
-            raise KeyFormatError(
-                "parents must name one key a block", value=len(parents), limit=len(packed)
-            )
-        if position is not None and not (
-            isinstance(position, (int, np.integer)) and 0 <= position < 1 << 62
-        ):
-            raise MemoryViewError("position must be a token's place", value=repr(position))
+        packed_parents = _parents(parents, len(packed))
+        if position is not None:
+            position = checks.whole(MemoryViewError, "position", position, 0, (1 << 62) - 1)
         number = self.geometry.group_index(group)
         memory = block_memory(
             data, len(packed), self.geometry, group=number, view=view, block_tokens=_room(tokens)
         )
         counts = token_counts(tokens, len(packed), memory.block_tokens)
-        packed_parents = Keys.pack(parents, allow_empty=True) if parents is not None else None
         if not len(packed):
             return BatchResult(np.zeros(0, np.uint8))
         sizes = counts.astype(np.int64) * self.geometry.token_bytes(number)
@@ -287,7 +283,7 @@ class Namespace:
             group=number,
             view=view,
             block_tokens=count or _room(tokens),
-            selection=Selection(_numbers(layers), _numbers(heads)),
+            selection=Selection(_numbers("layers", layers), _numbers("heads", heads)),
             destination=True,
             partial=tokens is not None,
         )
@@ -403,19 +399,29 @@ def _room(tokens: Any) -> int | None:
     """Tokens that a block has room for, where only the counts tell."""
     if tokens is None:
         return None
-    counts = np.asarray(tokens)
+    counts = checks.array(MemoryViewError, "token counts", tokens)
     return int(counts.max()) if counts.size and counts.dtype.kind in "iu" else None
 
 
-def _numbers(numbers: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if numbers is None else tuple(int(number) for number in numbers)
+def _parents(parents: KeyBatch | None, count: int) -> Keys | None:
+    """The blocks' parents, one each. Raises KeyFormatError."""
+    if parents is None:
+        return None
+    packed = Keys.pack(parents, name="parents", allow_empty=True)
+    if len(packed) != count:
+        raise KeyFormatError("parents must name one key a block", value=len(packed), limit=count)
+    return packed
+
+
+def _numbers(name: str, numbers: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if numbers is None else checks.whole_numbers(MemoryViewError, name, numbers)
 
 
 def _token_range(token_range: tuple[int, int] | None) -> tuple[int, int]:
     """(first token, count); count 0: to the end."""
     if token_range is None:
         return 0, 0
-    start, stop = (int(token) for token in token_range)
+    start, stop = checks.pair(MemoryViewError, "token_range", token_range)
     if not 0 <= start < stop <= limits.BLOCK_TOKENS_MAX:
         raise MemoryViewError(
             "token_range is no range",

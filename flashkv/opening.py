@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from flashkv import limits
 from flashkv.blockio import BlockIO
 from flashkv.errors import (
     CapacityError,
@@ -185,6 +186,10 @@ def given_capacity(capacity: int | str | None) -> int | None:
     size = parse_bytes(capacity, "capacity")
     if size < 1:
         raise CapacityError("the capacity must be positive", value=size)
+    if size > limits.CAPACITY_BYTES_MAX:
+        raise CapacityError(
+            "the capacity is too large", value=size, limit=limits.CAPACITY_BYTES_MAX
+        )
     return size
 
 
@@ -219,7 +224,9 @@ def load_manifest(folder: Path) -> tuple[Superblock, ManifestState, bool]:
 
 def open_io(folder: Path, options: Options, *, read_only: bool) -> BlockIO:
     """The I/O engine for the shard. Raises BackendError."""
-    probe = next((folder / name for name in SUPERBLOCKS if (folder / name).exists()), None)
+    files = (folder / name for name in SUPERBLOCKS)
+    whole = (path for path in files if path.is_file() and path.stat().st_size >= limits.PAGE_BYTES)
+    probe = next(whole, None)
     return BlockIO(
         folder,
         backend=options.backend,

@@ -39,7 +39,7 @@ _UNITS: Final = {
     "GIB": 1 << 30,
     "TIB": 1 << 40,
 }
-_SIZE: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+_SIZE: Final = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(size: int | str, name: str = "size") -> int:
@@ -160,10 +160,12 @@ class Options:
                 "watermarks must satisfy 0 < low_watermark <= high_watermark <= 1",
                 value=f"low {low}, high {high}",
             )
-        if not 1.0 <= float(self.read_amplification) <= 100.0:
+        if not isinstance(self.read_amplification, (int, float)) or not (
+            1.0 <= self.read_amplification <= 100.0
+        ):
             raise OptionsError(
                 "read_amplification is out of range",
-                value=self.read_amplification,
+                value=repr(self.read_amplification),
                 limit="1.0 to 100.0",
             )
 

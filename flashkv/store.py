@@ -25,13 +25,14 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from flashkv import limits, opening
+from flashkv import checks, limits, opening
 from flashkv.codec import Staging
 from flashkv.errors import (
     BusyError,
     ClosedError,
     DurabilityError,
     ForkedError,
+    GeometryError,
     IdentityError,
     OptionsError,
     ReadOnlyStoreError,
@@ -73,11 +74,24 @@ def open(  # noqa: A001  (the face of the package is flashkv.open)
     geometry   of the KV; needed at creation, later None or equal.
     read_only  no lock, no writes; beside a live writer it sees what was on disk when it was opened.
     Raises LockedError, NotAStoreError, StoreAccessError, FormatError, SuperblockError,
-    GeometryError, CapacityError, BackendError.
+    GeometryError, CapacityError, BackendError, OptionsError.
     """
-    return Store(
-        Path(path), capacity, geometry, (options or Options()).resolved(), read_only=read_only
-    )
+    if geometry is not None:
+        checks.instance(GeometryError, "geometry", geometry, KVGeometry)
+    options = Options() if options is None else options
+    checks.instance(OptionsError, "options", options, Options)
+    return Store(_path(path), capacity, geometry, options.resolved(), read_only=read_only)
+
+
+def _path(path: object) -> Path:
+    """A path that the operating system can be given. Raises OptionsError."""
+    try:
+        text = os.fsdecode(path)  # type: ignore[arg-type]
+        if b"\0" not in os.fsencode(text):
+            return Path(text)
+    except (TypeError, UnicodeError):
+        pass
+    raise OptionsError("path must be a path without NUL bytes", value=checks.shown(path))
 
 
 class Store:
@@ -154,6 +168,7 @@ class Store:
         )
         self.recovery = recovery.run()
         self.recovery.manifest_rebuilt = not log_found
+        self.recovery.damaged_log_entries = state.damaged_entries
         self.manifest_state = state
         self.reader = SegmentReader(
             self.segments,
@@ -255,7 +270,9 @@ class Store:
             raise IdentityError("namespace() needs an Identity", value=type(identity).__name__)
         whole = identity.with_geometry(self.geometry)
         assert whole.geometry is not None
-        part = (shard or WHOLE).normalized(whole.geometry)
+        shard = WHOLE if shard is None else shard
+        checks.instance(IdentityError, "shard", shard, Shard)
+        part = shard.normalized(whole.geometry)
         digest = whole.digest()
         with self.writer_lock:
             name = (digest, part.encode())
@@ -349,12 +366,9 @@ class Store:
         max_tickets: submitted and not drained at once. Raises ClosedError, BusyError, OptionsError.
         """
         self.check_open()
-        if not 1 <= max_tickets <= limits.TICKETS_LIMIT:
-            raise OptionsError(
-                "max_tickets is out of range",
-                value=max_tickets,
-                limit=f"1 to {limits.TICKETS_LIMIT}",
-            )
+        max_tickets = checks.whole(
+            OptionsError, "max_tickets", max_tickets, 1, limits.TICKETS_LIMIT
+        )
         if len(self._clients) >= limits.CLIENTS_MAX:
             raise BusyError("too many clients", value=len(self._clients), limit=limits.CLIENTS_MAX)
         client = Client(

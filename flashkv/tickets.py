@@ -2,7 +2,7 @@
 out of it.
 
 Invariants
-  - submitting checks nothing, codes nothing and waits for nothing: it queues and returns;
+  - submitting looks into no batch, codes nothing and waits for nothing: it queues and returns;
   - every ticket comes out of drain() exactly once, whether it went well, failed or was cut off by
     close();
   - a ticket holds references to keys and memory until its operation is over: the source of a put is
@@ -22,7 +22,8 @@ from contextlib import suppress
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
-from flashkv.errors import BatchResult, BusyError, ClosedError
+from flashkv import checks
+from flashkv.errors import BatchResult, BusyError, ClosedError, OptionsError
 
 if TYPE_CHECKING:
     from flashkv.namespace import Namespace
@@ -152,8 +153,9 @@ class Client:
     ) -> Ticket:
         """As Namespace.put.
 
-        The ticket finishes at `notify`. Raises BusyError at the ticket limit.
+        The ticket finishes at `notify`. Raises BusyError at the ticket limit, OptionsError.
         """
+        checks.instance(OptionsError, "notify", notify, Milestone)
 
         def work(ticket: Ticket) -> None:
             ticket.result = namespace.put(keys, data, **options)

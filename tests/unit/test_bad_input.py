@@ -10,9 +10,9 @@ import os
 import stat
 import struct
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -35,9 +35,12 @@ from flashkv import (
     BackendError,
     BlockStatus,
     CapacityError,
+    Client,
     FlashKVError,
     FormatError,
     GeometryError,
+    Group,
+    GroupKind,
     Identity,
     IdentityError,
     KeyFormatError,
@@ -53,6 +56,7 @@ from flashkv import (
     ReadOnlyDestinationError,
     ReadOnlyStoreError,
     Regions,
+    Shard,
     Store,
     StoreAccessError,
 )
@@ -733,3 +737,147 @@ def test_access_errors_are_both(disk_path: Path) -> None:
     assert issubclass(StoreAccessError, PermissionError)
     assert issubclass(KeyFormatError, ValueError)
     assert issubclass(NotAStoreError, OSError)
+
+
+# ---- arguments of another type -----------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """What the calls below are made on."""
+
+    store: Store
+    ns: Namespace
+    client: Client
+
+
+WRONG_CALLS: dict[str, tuple[Callable[[Place], Any], str]] = {
+    "layers number": (lambda at: at.ns.get(KEYS[:1], blocks(1), layers=5), "layers.*5"),
+    "heads bool": (lambda at: at.ns.get(KEYS[:1], blocks(1), heads=True), "heads.*True"),
+    "layers text": (lambda at: at.ns.get(KEYS[:1], blocks(1), layers=["a"]), "layers.*'a'"),
+    "layers float": (lambda at: at.ns.get(KEYS[:1], blocks(1), layers=[0.7]), "layers.*0.7"),
+    "layers array": (
+        lambda at: at.ns.get(KEYS[:1], blocks(1), layers=np.array([0.5])),
+        "layers.*0.5",
+    ),
+    "heads text": (lambda at: at.ns.get(KEYS[:1], blocks(1), heads="0"), "heads.*'0'"),
+    "range number": (
+        lambda at: at.ns.get(KEYS[:1], blocks(1), token_range=5),
+        "token_range.*5",
+    ),
+    "range of one": (
+        lambda at: at.ns.get(KEYS[:1], blocks(1), token_range=(0,)),
+        r"token_range.*\(0,\)",
+    ),
+    "range of text": (
+        lambda at: at.ns.get(KEYS[:1], blocks(1), token_range=("a", "b")),
+        "token_range.*'a'",
+    ),
+    "range of float": (
+        lambda at: at.ns.get(KEYS[:1], blocks(1), token_range=(0, 1.5)),
+        "token_range.*1.5",
+    ),
+    "put view": (lambda at: at.ns.put([b"a"], blocks(1), view="token"), "view.*'token'"),
+    "get view": (lambda at: at.ns.get([b"a"], blocks(1), view=0), "view.*0"),
+    "put tokens": (
+        lambda at: at.ns.put([b"a", b"b"], blocks(2), tokens=[[1], [1, 2]]),
+        r"token counts.*\[\[1\], \[1, 2\]\]",
+    ),
+    "get tokens": (
+        lambda at: at.ns.get([b"a", b"b"], blocks(2), tokens=[[1], [1, 2]]),
+        r"token counts.*\[\[1\], \[1, 2\]\]",
+    ),
+    "parents number": (lambda at: at.ns.put([b"a"], blocks(1), parents=5), "parents.*5"),
+    "parents set": (lambda at: at.ns.put([b"a"], blocks(1), parents={b"p"}), "parents.*b'p'"),
+    "no regions": (lambda _: Regions(None), "Regions.*None"),
+    "row_axis text": (lambda _: Regions([blocks(1)], row_axis="0"), "row_axis.*'0'"),
+    "rows ragged": (
+        lambda at: at.ns.put([b"a"], Regions([blocks(1)], rows=[[0], [0, 1]])),
+        r"rows.*\[\[0\], \[0, 1\]\]",
+    ),
+    "lease text": (lambda at: at.ns.match(KEYS, lease_ms="5"), "lease_ms.*'5'"),
+    "lease float": (lambda at: at.ns.match(KEYS, lease_ms=1.5), "lease_ms.*1.5"),
+    "position bool": (lambda at: at.ns.put([b"a"], blocks(1), position=True), "position.*True"),
+    "position huge": (
+        lambda at: at.ns.put([b"a"], blocks(1), position=1 << 20000),
+        "position.*too long",
+    ),
+    "salt text": (lambda at: at.ns.token_keys([1], salt="pepper"), "salt.*'pepper'"),
+    "extra number": (lambda at: at.ns.token_keys([1], extra=7), "extra.*7"),
+    "block_tokens float": (
+        lambda at: at.ns.token_keys([1], block_tokens=1.5),
+        "block_tokens.*1.5",
+    ),
+    "ragged ids": (lambda at: at.ns.token_keys([1, [2, 3]]), r"token_ids.*\[1, \[2, 3\]\]"),
+    "shard pair": (lambda at: at.store.namespace(IDENTITY, shard=(0, 1)), r"shard.*\(0, 1\)"),
+    "no shard": (lambda at: at.store.namespace(IDENTITY, shard=0), "shard.*0"),
+    "context number": (lambda _: Shard(context=5), "context.*5"),
+    "context text": (lambda _: Shard(context=("a", "b")), "context.*'a'"),
+    "layers of floats": (lambda _: Shard(layers=(0.5, 1.5)), "layers.*0.5"),
+    "large extra": (
+        lambda _: Identity("m", extras={"seed": 1 << 64}),
+        f"seed.*{1 << 64}",
+    ),
+    "small extra": (
+        lambda _: Identity("m", extras={"seed": -(1 << 63) - 1}),
+        f"seed.*{-(1 << 63) - 1}",
+    ),
+    "tickets text": (lambda at: at.store.client(max_tickets="9"), "max_tickets.*'9'"),
+    "tickets float": (lambda at: at.store.client(max_tickets=9.5), "max_tickets.*9.5"),
+    "notify": (
+        lambda at: at.client.submit_put(at.ns, [b"a"], blocks(1), notify="durable"),
+        "notify.*'durable'",
+    ),
+    "amplification": (
+        lambda _: Options(read_amplification="2"),
+        "read_amplification.*'2'",
+    ),
+    "options": (lambda _: flashkv.open("none", options={"retries": 1}), "options.*retries"),
+    "no options": (lambda _: flashkv.open("none", options=0), "options.*0"),
+    "geometry": (lambda _: flashkv.open("none", geometry="gqa"), "geometry.*'gqa'"),
+    "path": (lambda _: flashkv.open(None, geometry=KIND.geometry), "path.*None"),
+    "NUL": (lambda _: flashkv.open("no\0ne", geometry=KIND.geometry), "path.*no.x00ne"),
+    "NUL in bytes": (lambda _: flashkv.open(b"\0", geometry=KIND.geometry), "path.*x00"),
+    "groups number": (lambda _: KVGeometry(5), "groups.*5"),
+    "groups": (lambda _: KVGeometry((1,)), "groups.*1"),
+    "planes": (lambda _: Group("kv", GroupKind.FULL, (1,)), "planes.*1"),
+    "regions number": (lambda _: MemoryView(regions=5), "regions.*5"),
+    "regions list": (lambda _: MemoryView(regions=[[1]]), r"regions.*\[1\]"),
+    "room bool": (lambda _: MemoryView(block_tokens=True), "block_tokens.*True"),
+    "put a set": (lambda at: at.ns.put({b"a"}, blocks(1)), "keys.*b'a'"),
+    "get a set": (lambda at: at.ns.get({b"a"}, blocks(1)), "keys.*b'a'"),
+    "keys of a dict": (lambda at: at.ns.contains({b"a": 1}), "keys.*b'a'"),
+    "keys once": (lambda at: at.ns.contains(iter([b"a"])), "keys.*iter"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_argument_of_another_type(store: Store, ns: Namespace, name: str) -> None:
+    """An error of flashkv's own, at once, that names the argument and its value."""
+    call, message = WRONG_CALLS[name]
+    with store.client() as client, pytest.raises(FlashKVError, match=f"(?s){message}") as caught:
+        call(Place(store, ns, client))
+    assert isinstance(caught.value, ValueError)
+
+
+def test_capacity_beyond_all_bounds(disk_path: Path) -> None:
+    for capacity in ((1 << 62) + 1, 1 << 200):
+        with refused(CapacityError, capacity, 1 << 62):
+            flashkv.open(disk_path / "s", capacity=capacity, geometry=KIND.geometry)
+    for text in ("9" * 400 + ".5GiB", "9" * 5000):
+        with refused(OptionsError, "capacity"):
+            flashkv.open(disk_path / "s", capacity=text, geometry=KIND.geometry)
+    assert not list((disk_path / "s").rglob("superblock*"))
+
+
+def test_path_may_be_bytes(disk_path: Path) -> None:
+    open_store(os.fsencode(disk_path / "s"), KIND.geometry).close()  # type: ignore[arg-type]
+    assert shard_of(disk_path / "s").is_dir()
+
+
+def test_numbers_may_be_numpys(ns: Namespace) -> None:
+    out = np.zeros((1, 1, 2, 2, 64, 64), np.uint16)
+    assert ns.get(KEYS[:1], out, layers=np.array([1])).all_ok
+    assert ns.get(KEYS[:1], out, layers=[np.int32(1)]).all_ok
+    assert ns.match(KEYS, lease_ms=np.int64(5)).count == len(KEYS)
+    assert Shard(layers=[0, np.int64(1)]) == Shard(layers=(0, 1))  # type: ignore[arg-type]
+    assert len(ns.token_keys([1, 2], block_tokens=np.int16(1))) == 2

@@ -107,6 +107,18 @@ def test_impossible_geometries_are_refused(make: object) -> None:
         make()  # type: ignore[operator]
 
 
+def test_a_group_has_no_more_streams_than_the_data_plane_takes() -> None:
+    layers, heads = limits.LAYERS_MAX, limits.HEADS_MAX
+    most = Plane(Role.K, layers, heads, 4, DType.FLOAT16)
+    assert layers * heads == limits.GROUP_STREAMS_MAX
+    group = Group("kv", GroupKind.FULL, (most,))
+    assert lib.fkv_block_bytes(KVGeometry((group,)).native(), 1) == group.token_bytes
+    one = Plane(Role.V, 1, 1, 4, DType.FLOAT16)
+    with pytest.raises(GeometryError, match=f"got {layers * heads + 1}.*{1 << 20}"):
+        Group("kv", GroupKind.FULL, (most, one))
+    assert layers * limits.PLANES_MAX <= 0xFFFF, "(plane, layer) entries would need a check too"
+
+
 @pytest.mark.parametrize(
     "text",
     [b"", b"{}", b"[]", b'{"groups":[{"name":"kv"}]}', b'{"groups":7}', b"\xff\xff",

@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FIELDS = ("model", "revision", "weights_fingerprint", "kv_dtype", "rope", "adapter")
 
 texts = st.text(st.characters(codec="utf-8"), max_size=12)
-numbers = st.one_of(st.integers(), st.booleans(), st.floats(allow_nan=False, allow_infinity=False))
+ints = st.integers(-(1 << 63), (1 << 64) - 1)
+numbers = st.one_of(ints, st.booleans(), st.floats(allow_nan=False, allow_infinity=False))
 extras = st.dictionaries(texts, texts | numbers, max_size=4)
 identities = st.builds(
     Identity,

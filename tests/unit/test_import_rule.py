@@ -20,6 +20,7 @@ TOOLS = PACKAGE.parent / "tools"
 LEVELS: list[set[str]] = [
     {"_native", "limits", "gate"},
     {"errors", "native"},
+    {"checks"},
     {"dtypes", "options"},
     {"geometry", "arrays", "checksums", "folder"},
     {"layout", "identity", "staging", "superblock"},
@@ -111,7 +112,7 @@ def test_reader_and_writer_do_not_know_each_other() -> None:
 
 
 def test_only_errors_reads_native_statuses() -> None:
-    statuses = re.compile(r"lib\.FKV_(OK|DAMAGED|IO_ERROR|TOO_LARGE|NO_MEMORY)\b")
+    statuses = re.compile(r"lib\.FKV_(OK|MISS|DAMAGED|IO_ERROR|TOO_LARGE|NO_MEMORY)\b")
     for path in FILES:
         if path.name != "errors.py":
             assert not statuses.search(path.read_text()), f"{path} reads native status numbers"
