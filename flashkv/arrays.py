@@ -117,6 +117,12 @@ def _torch_info(tensor: Any) -> ArrayInfo:
         raise MemoryViewError("a tensor must be in CPU or CUDA memory", value=tensor.device)
     if str(tensor.layout) != "torch.strided":
         raise MemoryViewError("a tensor must be strided", value=tensor.layout)
+    if tensor.is_neg() or tensor.is_conj():
+        raise MemoryViewError(
+            "a tensor with its negative or conjugate bit set doesn't hold its own numbers",
+            value=f"{tensor.dtype}{list(tensor.shape)}",
+            advice="Materialise it with .resolve_neg() or .resolve_conj()",
+        )
     item = tensor.element_size()
     return ArrayInfo(
         tensor.data_ptr(),

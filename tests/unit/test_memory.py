@@ -390,6 +390,11 @@ def test_torch_tensors() -> None:
         block_memory(tensor.to(torch.float16), BLOCKS, GEOMETRY)
     with pytest.raises(MemoryViewError, match="meta"):
         block_memory(tensor.to("meta"), BLOCKS, GEOMETRY)
+    negated = torch._neg_view(tensor)  # reads as the negative of the memory that it has
+    for data in (negated, list(negated)):
+        with pytest.raises(MemoryViewError, match=r"resolve_neg\(\)"):
+            block_memory(data, BLOCKS, GEOMETRY)
+    check(torch._neg_view(negated), blocks, None)
     with pytest.raises(MemoryViewError):
         block_memory(
             tensor[:1].expand(BLOCKS, -1, -1, -1, -1, -1), BLOCKS, GEOMETRY, destination=True
