@@ -5,8 +5,7 @@ Invariants
   - only this module renames, unlinks and syncs folders;
   - a superblock is written only after the manifest that it names, and that file's folder entry, are
     durable; the other superblock stays as it was, so that a torn write leaves the state before;
-  - an entry counts once all entries before it count: the log ends at the first one whose checksum
-    or ordinal is wrong;
+  - entries count in their order, see manifest_log.py;
   - a failed write or sync of the log is never repeated in place: the state goes into a new log, or
     the shard stops accepting writes.
 """

@@ -1,8 +1,9 @@
 """The manifest's log as bytes, and the state that it gives. Reads files, writes none.
 
 Invariants
-  - an entry counts once all entries before it count: the log ends at the first one whose checksum
-    or ordinal is wrong;
+  - an entry counts where its checksum is right and its ordinal is not before its turn; what follows
+    the last such entry is a torn tail;
+  - behind damage nothing ends a segment: the kills that belong to its end may be what was lost;
   - kills are kept for a segment's present epoch only: a kill list dies with its segment.
 """
 
@@ -41,6 +42,7 @@ class ManifestState:
         default_factory=dict
     )  # digest -> readable identity, JSON
     retired: dict[bytes, int] = field(default_factory=dict)  # digest -> last dead sequence
+    damaged_entries: int = 0  # 1 where good entries lie behind damaged ones
 
     def opened(self, segment: int, epoch: int, segment_uuid: bytes) -> None:
         """The segment starts an epoch: what was said of the one before is void."""
@@ -117,14 +119,18 @@ def read_state(folder: Path, superblock: Superblock) -> tuple[ManifestState, boo
     except OSError:
         return state, False
     began = False
-    for kind, payload in _entries(data, superblock.store_uuid):
+    for kind, payload, behind_damage in _entries(data, superblock.store_uuid):
         if kind == lib.FKV_MANIFEST_BEGIN:
             begin = ffi.from_buffer("fkv_manifest_begin *", payload)
             began = begin.generation == superblock.manifest_generation
             state.next_sequence = int(begin.next_sequence)
         if not began:
             break
-        _apply(state, kind, payload)
+        state.damaged_entries += behind_damage and not state.damaged_entries
+        # The kills that come before an end may be what was damaged: a segment that lives on has
+        # the newer versions, one that is gone leaves the older ones.
+        if not (behind_damage and kind == lib.FKV_MANIFEST_FREED):
+            _apply(state, kind, payload)
     return state, began
 
 
@@ -144,19 +150,35 @@ def _apply(state: ManifestState, kind: int, payload: bytes) -> None:
         state.retired[bytes(retired.namespace_digest)] = int(retired.last_sequence)
 
 
-def _entries(data: bytes, store_uuid: bytes) -> Iterable[tuple[int, bytes]]:
+def _entries(data: bytes, store_uuid: bytes) -> Iterable[tuple[int, bytes, bool]]:
+    """(type, payload, whether damaged entries came before).
+
+    The log ends where no good entry follows: a torn tail. Where one does, it was damaged.
+    """
     at = ordinal = 0
+    damaged = False
     while at + _ENTRY_BYTES <= len(data):
-        entry = ffi.from_buffer("fkv_manifest_entry *", data[at : at + _ENTRY_BYTES])
-        end = at + _ENTRY_BYTES + entry.length_bytes
-        if end > len(data) or entry.ordinal != ordinal:
-            return
-        payload = data[at + _ENTRY_BYTES : end]
-        if crc32c(crc32c(0, store_uuid), data[at + 4 : end]) != entry.crc:
-            return
-        yield int(entry.type), payload
-        at += _ENTRY_BYTES + (entry.length_bytes + 7 & ~7)
+        entry = _entry_at(data, at, ordinal, store_uuid)
+        if entry is None:
+            damaged = True
+            at += 8
+            continue
+        kind, ordinal, payload = entry
+        yield kind, payload, damaged
+        at += _ENTRY_BYTES + (len(payload) + 7 & ~7)
         ordinal += 1
+
+
+def _entry_at(data: bytes, at: int, least: int, store_uuid: bytes) -> tuple[int, int, bytes] | None:
+    """(type, ordinal, payload) of a good entry that is not before `least`."""
+    entry = ffi.from_buffer("fkv_manifest_entry *", data[at : at + _ENTRY_BYTES])
+    end = at + _ENTRY_BYTES + entry.length_bytes
+    likely = least <= entry.ordinal < least + len(data) and not entry.reserved
+    if not likely or end > len(data):
+        return None
+    if crc32c(crc32c(0, store_uuid), data[at + 4 : end]) != entry.crc:
+        return None
+    return int(entry.type), int(entry.ordinal), data[at + _ENTRY_BYTES : end]
 
 
 # ---- writing

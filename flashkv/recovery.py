@@ -49,6 +49,8 @@ class RecoveryReport:
     scanned_bytes: int = 0
     damaged_records: int = 0
     damaged_directories: int = 0
+    damaged_headers: int = 0  # of segments that the log could tell
+    damaged_log_entries: int = 0  # of the manifest, good ones behind them
     unreadable_pages: int = 0
     blocks: int = 0
     last_sequence: int = 0
@@ -99,7 +101,7 @@ class Recovery:
                 self._segments.open_file(segment, writable=self._writable)
             except OSError as error:
                 raise StoreError(f"can't open {path}: {error}") from error
-            header = self._header(segment)
+            header = self._header(segment) or self._header_by_log(segment, path)
             if header is None or not self._live(segment, header):
                 self._segments.publish(segment)
                 continue
@@ -122,6 +124,26 @@ class Recovery:
             return None
         segment.uuid = header.segment_uuid
         return header
+
+    def _header_by_log(self, segment: Segment, path: Path) -> SegmentHeader | None:
+        """What the log knows of a segment with a damaged header, if its contents bear it out."""
+        state, number = self._state, segment.number
+        if number in state.freed or number not in state.uuids:
+            return None
+        segment.uuid, segment.epoch = state.uuids[number], state.epochs[number]
+        found = self._sealed(segment, count=False) or self._scanned(segment, path, count=False)
+        if not len(found.records):
+            return None  # it was being made, or all of it is gone
+        self.report.damaged_headers += 1
+        return SegmentHeader(
+            store_uuid=self._segments.store_uuid,
+            segment_uuid=segment.uuid,
+            segment=number,
+            epoch=segment.epoch,
+            segment_bytes=self._segments.segment_bytes,
+            first_sequence=int(found.records["sequence"].min()),
+            created_ms=0,
+        )
 
     def _live(self, segment: Segment, header: SegmentHeader) -> bool:
         """Whether the contents count.
@@ -169,7 +191,7 @@ class Recovery:
             segment.namespaces = list(found.namespaces)
         return not sealed
 
-    def _sealed(self, segment: Segment) -> Contents | None:
+    def _sealed(self, segment: Segment, *, count: bool = True) -> Contents | None:
         page = aligned_array(limits.PAGE_BYTES)
         size = self._segments.segment_bytes
         if self._io.read(segment.fd, page, size - limits.PAGE_BYTES) != 0:
@@ -183,18 +205,20 @@ class Recovery:
         if self._io.read(segment.fd, data, first) == 0:
             rows = directory.decode(footer, data.data, first)
         if rows is None:
-            self.report.damaged_directories += 1
+            self.report.damaged_directories += count
             return None
-        self.report.sealed_segments += 1
+        self.report.sealed_segments += count
         self.report.last_sequence = max(self.report.last_sequence, footer.last_sequence)
         return Contents(rows.records, rows.blocks, rows.namespaces, first // limits.PAGE_BYTES)
 
-    def _scanned(self, segment: Segment, path: Path) -> Contents:
+    def _scanned(self, segment: Segment, path: Path, *, count: bool = True) -> Contents:
         end_page = min(segment.end_page, path.stat().st_size // limits.PAGE_BYTES)
         contents, damaged, unreadable = scan(
             self._io, segment, FIRST_PAGE, max(end_page, FIRST_PAGE), verify=True
         )
         contents.blocks["digest"][:, self._digest_bytes :] = 0  # as the writer's, see Store
+        if not count:
+            return contents
         self.report.scanned_segments += 1
         self.report.scanned_bytes += (contents.next_page - FIRST_PAGE) * limits.PAGE_BYTES
         self.report.damaged_records += damaged

@@ -238,13 +238,12 @@ class SegmentWriter:
         room = _namespace_pages(rows) * limits.PAGE_BYTES
         segment.namespaces.append(rows.namespace_digest)
         page = aligned_copy(bytes(room))
-        sequence, self.next_sequence = self.next_sequence, self.next_sequence + 1
         size = int(
             lib.fkv_encode_namespace(
                 rows.namespace_digest,
                 rows.namespace_json,
                 len(rows.namespace_json),
-                sequence,
+                0,  # it has no place among the data records' sequences
                 segment.created_ms,
                 pointer(page, "uint8_t *"),
                 room,

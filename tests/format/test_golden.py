@@ -30,8 +30,8 @@ COMMON = {
     "superblock.b": "72efeb3db7ab9304",
 }
 GOLDEN = {
-    "raw": {**COMMON, "segments/00000000.seg": "e6444c4704d6d8b9"},
-    "lossless": {**COMMON, "segments/00000000.seg": "36eb43e04a28afb6"},
+    "raw": {**COMMON, "segments/00000000.seg": "893ee5151c280880"},
+    "lossless": {**COMMON, "segments/00000000.seg": "6503d58b296f5e95"},
 }
 
 

@@ -300,7 +300,7 @@ def test_torn_anywhere(folder: Path, log: Manifest) -> None:
         states.append(facts(copy.deepcopy(log.state)))
     data = file.read_bytes()
     for cut in range(lengths[0], len(data) + 1, 3):
-        for tail in (b"", b"\xff" * 40, data[: len(data) - cut]):
+        for tail in (b"", b"\xff" * 40, b"\x5a" * 4096):
             file.write_bytes(data[:cut] + tail)
             state, found = read_state(folder, log.superblock)
             assert found
@@ -310,6 +310,30 @@ def test_torn_anywhere(folder: Path, log: Manifest) -> None:
     file.write_bytes(data[: lengths[0] - 20])
     state, _ = read_state(folder, log.superblock)
     assert not state.kills
+
+
+def test_damage_inside(folder: Path, log: Manifest) -> None:
+    """One bad entry costs itself and the ends of segments behind it, not the kills behind it."""
+    for number in range(4):
+        log.segment_opened(number, 1, bytes([number + 1]) * 16)
+    file = max(folder.glob("manifest-*.log"))
+    lengths = [file.stat().st_size]
+    for number in range(4):
+        log.kill(kills((number, 1, 3, number, 0)), sync=True)
+        lengths.append(file.stat().st_size)
+    log.segments_freed({0: 1}, kills())
+    data = file.read_bytes()
+    for bad in range(4):
+        for at in range(lengths[bad], lengths[bad + 1]):
+            file.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+            state, found = read_state(folder, log.superblock)
+            assert found
+            assert state.damaged_entries == 1, at
+            assert set(state.kills) == {0, 1, 2, 3} - {bad}, at
+            assert not state.freed
+    file.write_bytes(data)
+    state, _ = read_state(folder, log.superblock)
+    assert (state.damaged_entries, state.freed, set(state.kills)) == (0, {0}, {1, 2, 3})
 
 
 def test_log_of_another_store(folder: Path, log: Manifest, tmp_path: Path) -> None:
