@@ -1,5 +1,10 @@
 /* codec_fxp.h: what the two halves of the fixed-width exponent code share; see codec_fxp.c for the
- * format. */
+ * format.
+ *
+ * Invariants
+ *  - a function and its _avx2 twin give the same bytes and read the same ones: which of them coded
+ *    a page can't be told from the page;
+ *  - decoding reads nothing outside [in, in + length), whatever the page holds. */
 #ifndef FLASHKV_CODEC_FXP_H
 #define FLASHKV_CODEC_FXP_H
 #include "flashkv_native.h"

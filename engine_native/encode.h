@@ -1,4 +1,9 @@
-/* encode.h: what encode.c (records, headers, raw) and pages.c (per-head pages) share. */
+/* encode.h: what encode.c (records, headers, raw) and pages.c (per-head pages) share.
+ *
+ * Invariants
+ *  - a shape before coding is an upper bound in every field that coding makes exact, so a record
+ *    never outgrows the room that was reserved for it;
+ *  - the parts belong to the caller, also where coding failed. */
 #ifndef FLASHKV_ENCODE_H
 #define FLASHKV_ENCODE_H
 #include "io.h"

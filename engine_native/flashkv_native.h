@@ -400,7 +400,7 @@ void fkv_scan_free(fkv_scan *scan);
 
 /* ---- record headers, for tools ---- */
 /* Length in pages of the record header that `page` (one page) begins with, else 0. */
-uint32_t fkv_header_peek(const uint8_t *page, uint32_t page_number);
+uint32_t fkv_header_peek(const uint8_t *page);
 /* Checks a whole header (checksum, bounds, every TLV): FKV_OK or FKV_DAMAGED. */
 int fkv_header_check(const uint8_t *header, uint64_t length, const uint8_t *segment_uuid,
                      uint64_t epoch, uint32_t page);

@@ -172,7 +172,8 @@ typedef struct {
 
 typedef struct {
     uint8_t magic[4]; /* "FKVR" */
-    uint32_t crc; /* of header_bytes with this field zero, seeded by segment uuid, epoch and page */
+    uint32_t crc; /* of all header_pages pages with this field zero, seeded by segment uuid, epoch
+                   * and page */
     uint32_t header_bytes; /* used; the rest of the header's pages is zero */
     uint16_t header_pages;
     uint8_t kind;

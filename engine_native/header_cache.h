@@ -1,4 +1,9 @@
-/* header_cache.h: decoded record headers by (segment, page), least recently used go first. */
+/* header_cache.h: decoded record headers by (segment, page), least recently used go first.
+ *
+ * Invariants
+ *  - a header is found only under the sequence that it was put with: a place whose space was used
+ *    again misses;
+ *  - a header lives until its last reference goes, whether or not the cache still has it. */
 #ifndef FLASHKV_HEADER_CACHE_H
 #define FLASHKV_HEADER_CACHE_H
 #include "io.h"

@@ -309,10 +309,9 @@ static bool decode(fkv_header *h)
            && decode_streams(h, t, &full) && decode_stripes(h, t, full);
 }
 
-uint32_t fkv_header_peek(const uint8_t *page, uint32_t page_number)
+uint32_t fkv_header_peek(const uint8_t *page)
 {
     fkv_record_header f;
-    (void)page_number;
     memcpy(&f, page, sizeof f);
     if (memcmp(f.magic, "FKVR", 4)) return 0;
     uint64_t bytes = (uint64_t)f.header_pages * FKV_PAGE_BYTES;
@@ -332,7 +331,7 @@ fkv_header *fkv_header_parse(const uint8_t *bytes, uint64_t length, const uint8_
                              uint64_t epoch, uint32_t page)
 {
     if (length < FKV_PAGE_BYTES) return NULL;
-    uint32_t pages = fkv_header_peek(bytes, page);
+    uint32_t pages = fkv_header_peek(bytes);
     if (!pages || (uint64_t)pages * FKV_PAGE_BYTES > length) return NULL;
     length = (uint64_t)pages * FKV_PAGE_BYTES;
     uint32_t stored;
@@ -397,7 +396,7 @@ int64_t fkv_header_stripes(const uint8_t *header, uint64_t length, fkv_stripe *s
                            uint64_t room)
 {
     /* The header was checked in its place before; here only its own structure matters. */
-    if (length < FKV_PAGE_BYTES || !fkv_header_peek(header, 0)) return -1;
+    if (length < FKV_PAGE_BYTES || !fkv_header_peek(header)) return -1;
     fkv_header h = {0};
     memcpy(&h.fixed, header, sizeof h.fixed);
     h.bytes = (uint8_t *)header;

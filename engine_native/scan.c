@@ -74,7 +74,7 @@ static const uint8_t *page_of(fkv_scan *scan, uint32_t page)
 
 static fkv_header *header_at(fkv_scan *scan, uint32_t page)
 {
-    uint32_t pages = fkv_header_peek(page_of(scan, page), page);
+    uint32_t pages = fkv_header_peek(page_of(scan, page));
     if (!pages) return NULL;
     fkv_header *h = NULL;
     if (pages <= scan->end_page - page) {

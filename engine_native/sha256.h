@@ -1,5 +1,9 @@
 /* sha256.h: SHA-256 for the other files of the data plane: in pieces, and over a prefix and a key
- * at once. */
+ * at once.
+ *
+ * Invariants
+ *  - digests are those of FIPS 180-4, with and without the processor's SHA instructions;
+ *  - nothing is allocated, and no state is shared: any thread may hash at any time. */
 #ifndef FLASHKV_SHA256_H
 #define FLASHKV_SHA256_H
 #include <stddef.h>

@@ -1,4 +1,9 @@
-"""stats(): the figures of a store's parts, put together at one time."""
+"""stats(): the figures of a store's parts, put together at one time.
+
+Invariants
+  - it only reads: no counter, file or lock of the store is changed;
+  - parts go on working meanwhile, so figures of different parts may differ by calls under way.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Facts of the machine and the file system that a benchmark's figures belong to."""
+"""Facts of the machine and the file system that a benchmark's figures belong to.
+
+Invariant: nothing is changed or measured here; what the machine doesn't tell is left out or has the
+name that Python gives it.
+"""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class Walked:
 def header_at(file: ReadFile, uuid: bytes, epoch: int, page: int, end: int) -> HeaderView | None:
     """What begins at a page, if it looks like a record's header; `good` says whether it is one."""
     head = file.page(page)
-    count = int(lib.fkv_header_peek(ffi.from_buffer("uint8_t[]", head), page))
+    count = int(lib.fkv_header_peek(ffi.from_buffer("uint8_t[]", head)))
     if not count or count > end - page:
         return None
     return HeaderView(file.pages(page, count), uuid, epoch, page)
