@@ -10,11 +10,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
+AFTERWARDS = """
+assert found == 4
+print(store.stats().disk_bytes >> 20)
+store.close()
+"""
+
 
 def test_the_embed_example_runs(tmp_path):
     example = re.search(r"```python\n(.*?)```", README, re.DOTALL)[1]
     done = subprocess.run(
-        [sys.executable, "-c", example + "\nassert found == 4\nstore.close()"],
+        [sys.executable, "-c", example + AFTERWARDS],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -22,6 +28,11 @@ def test_the_embed_example_runs(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    assert f"that is {done.stdout.strip()} MiB" in README, "what a fresh store takes"
+
+
+def test_lines_fit_a_narrow_screen():
+    assert not [line for line in README.splitlines() if len(line) > 120]
 
 
 def test_links_lead_to_files():
