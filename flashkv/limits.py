@@ -101,6 +101,13 @@ FREE_FLOOR_BYTES: Final = 256 * MIB
 FREE_FLOOR_FRACTION: Final = 0.01
 """... and at most this share of the file system, so that small ones can be used at all."""
 
+OPEN_FILES_SHARE: Final = 2
+"""A store keeps one descriptor a segment: at most one in two of the process' (ulimit -n)."""
+OPEN_FILES_SPARE: Final = 16
+"""... and besides leaves so many for logs, folders and whatever opens one for a moment."""
+NAMESPACE_TEXT_SHARE: Final = 8
+"""Readable identities in the log take at most an eighth of metadata's share of the capacity."""
+
 # ---- I/O and memory -----------------------------------------------------------------------------
 QUEUE_DEPTH_MAX: Final = 4096
 """Operations at the device at once: NVMe queues hold 1,024 as a rule."""

@@ -67,6 +67,10 @@ class ManifestState:
             if len(mine) and segment not in self.freed:
                 self.kills.setdefault(segment, []).append(mine)
 
+    def namespace_bytes(self) -> int:
+        """Bytes that the namespaces take in a log, without their heads."""
+        return sum(len(text) for text in self.namespaces.values())
+
     def kills_of(self, segment: int) -> NDArray[Any]:
         """Kill rows of the segment's present epoch."""
         rows = self.kills.get(segment)

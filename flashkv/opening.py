@@ -250,6 +250,11 @@ def settle_state(
     seen = [found.last_sequence, *state.retired.values()]
     seen += [int(rows["sequence"].max()) for parts in state.kills.values() for rows in parts]
     state.next_sequence = max(state.next_sequence, max(seen) + 1)
+    forget_namespaces(state, index, namespace_ids)
+
+
+def forget_namespaces(state: ManifestState, index: Index, namespace_ids: dict[bytes, int]) -> None:
+    """Namespaces without blocks leave the state."""
     state.namespaces = {
         digest: text
         for digest, text in state.namespaces.items()

@@ -10,6 +10,7 @@ Invariants
 
 from __future__ import annotations
 
+import errno
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from flashkv.folder import SEGMENTS
 from flashkv.index import Index
 from flashkv.manifest_log import KILL, ManifestState
 from flashkv.native import dtype_of, ffi, lib
+from flashkv.openfiles import open_files_max
 from flashkv.segments import (
     DIR_BLOCK,
     DIR_RECORD,
@@ -95,12 +97,15 @@ class Recovery:
     def run(self) -> RecoveryReport:
         """Opens every segment file. Raises StoreError where one can't be opened at all."""
         unsealed: list[Segment] = []
-        for number, path in segment_files(self._segments.folder):
+        files = segment_files(self._segments.folder)
+        open_files_max(len(files))
+        for number, path in files:
             segment = self._segments.add(number)
             try:
                 self._segments.open_file(segment, writable=self._writable)
             except OSError as error:
-                raise StoreError(f"can't open {path}: {error}") from error
+                advice = "raise the limit on open files (ulimit -n)" * (error.errno == errno.EMFILE)
+                raise StoreError(f"can't open {path}: {error}", advice=advice) from error
             header = self._header(segment) or self._header_by_log(segment, path)
             if header is None or not self._live(segment, header):
                 self._segments.publish(segment)

@@ -32,6 +32,7 @@ from flashkv.geometry import DType, KVGeometry
 from flashkv.index import Index
 from flashkv.manifest import Manifest, new_uuid
 from flashkv.native import aligned_copy, lib
+from flashkv.openfiles import open_files_max
 from flashkv.segments import FIRST_PAGE, Segment, Segments, SegmentState, encode_header
 
 PIN_WAIT_S: Final = 5.0
@@ -45,7 +46,8 @@ A device that hangs longer keeps its segment.
 class Budget:
     """Bytes that a store may take. reserve_bytes: for all that isn't segments.
 
-    metadata_bytes: what manifest logs and superblocks can take at present.
+    metadata_bytes: what manifest logs and superblocks can take at present. files_max: segment files
+    that may be open.
     """
 
     capacity_bytes: int
@@ -53,6 +55,7 @@ class Budget:
     floor_bytes: int
     foreign_bytes: int = 0
     metadata_bytes: int = 0
+    files_max: int = limits.SEGMENT_COUNT_MAX
 
     @property
     def reserve_bytes(self) -> int:
@@ -63,7 +66,7 @@ class Budget:
     def segments_max(self) -> int:
         """Segment files that fit."""
         free = self.capacity_bytes - self.reserve_bytes - self.foreign_bytes
-        return max(0, min(free // self.segment_bytes, limits.SEGMENT_COUNT_MAX))
+        return max(0, min(free // self.segment_bytes, self.files_max, limits.SEGMENT_COUNT_MAX))
 
 
 def choose_segment_bytes(
@@ -132,6 +135,7 @@ def make_budget(
         default_floor(path) if floor is None else int(floor),
         disk_usage(path, own),
     )
+    budget = replace(budget, files_max=open_files_max(budget.segments_max))
     least = limits.SEGMENT_COUNT_MIN
     if budget.segments_max < least:
         need = least * segment_bytes + budget.reserve_bytes + budget.foreign_bytes

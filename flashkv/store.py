@@ -38,6 +38,7 @@ from flashkv.errors import (
     ReadOnlyStoreError,
     StoreError,
 )
+from flashkv.folder import reserve_of
 from flashkv.gate import Gate
 from flashkv.geometry import DType, KVGeometry
 from flashkv.identity import WHOLE, Identity, Shard
@@ -291,11 +292,19 @@ class Store:
     def register(self, namespace: Namespace) -> None:
         """Logs the namespace before its first record. Under writer_lock.
 
-        A log that can't be written now gets it later; the segment describes itself meanwhile.
+        A log that can't be written now, or has no room for more, goes without: segments describe
+        themselves.
         """
-        if namespace.digest not in self.manifest.state.namespaces:
-            with suppress(StoreError):
-                self.manifest.namespace_added(namespace.digest, namespace.identity_json)
+        state = self.manifest.state
+        if namespace.digest in state.namespaces:
+            return
+        room = reserve_of(self.capacity_bytes) // limits.NAMESPACE_TEXT_SHARE
+        if len(namespace.identity_json) + state.namespace_bytes() > room:
+            opening.forget_namespaces(state, self.index, self._namespace_ids)
+            if len(namespace.identity_json) + state.namespace_bytes() > room:
+                return
+        with suppress(StoreError):
+            self.manifest.namespace_added(namespace.digest, namespace.identity_json)
 
     def retire(self, namespace: Namespace) -> int:
         """See Namespace.rotate."""
