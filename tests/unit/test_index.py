@@ -66,7 +66,7 @@ def test_packing_arrays() -> None:
         ([3, b"a"], "key 0"),
         (b"abc", "sequence"),
         ("abc", "sequence"),
-        (7, "not bytes"),
+        (7, "sequence of bytes, got 7"),
         (np.zeros((3, 0), np.uint8), "key 0"),
         (np.zeros((3, 256), np.uint8), "key 0"),
         (np.zeros(3, np.uint8), "uint8"),
