@@ -9,6 +9,7 @@ Invariants
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 
@@ -18,13 +19,13 @@ class Gate:
     def __init__(self, refuse: Callable[[], None]) -> None:
         """refuse(): raises what a caller shall see who comes too late."""
         self._refuse = refuse
-        self._empty = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
         self._inside: dict[int, int] = {}  # thread -> depth
         self._shut = False
 
     def __enter__(self) -> None:
         me = threading.get_ident()
-        with self._empty:
+        with self._lock:
             shut = self._shut
             if not shut:
                 self._inside[me] = self._inside.get(me, 0) + 1
@@ -34,24 +35,23 @@ class Gate:
 
     def __exit__(self, *_: object) -> None:
         me = threading.get_ident()
-        with self._empty:
+        with self._lock:
             depth = self._inside.get(me, 1) - 1
             if depth:
                 self._inside[me] = depth
             else:
                 self._inside.pop(me, None)
-            if self._shut:
-                self._empty.notify_all()
 
     def shut(self) -> bool:
         """Lets nobody in any more and waits for those inside; False if it was shut before."""
-        with self._empty:
+        with self._lock:
             first, self._shut = not self._shut, True
-            while self._others():
-                self._empty.wait(0.1)
-            return first
+        while self._others():
+            time.sleep(0.001)
+        return first
 
     def _others(self) -> set[int]:
         """Live threads inside, but for this one."""
         alive = {thread.ident for thread in threading.enumerate() if thread.ident is not None}
-        return (set(self._inside) & alive) - {threading.get_ident()}
+        with self._lock:
+            return (set(self._inside) & alive) - {threading.get_ident()}
