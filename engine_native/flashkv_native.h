@@ -277,7 +277,7 @@ typedef struct {
 typedef struct {
     uint64_t sequence;
     uint64_t start_token;
-    uint64_t buffer_offset; /* in: room of fkv_encode_bound() bytes, page-aligned; out: where the
+    uint64_t buffer_offset; /* in: room of fkv_encode_bounds() bytes, page-aligned; out: where the
                                record begins */
     uint64_t logical_bytes; /* out */
     uint32_t first_block;
