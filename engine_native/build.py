@@ -7,10 +7,12 @@ Invariants
    something that says so;
  - no processor flags: code for newer instructions carries per-function target attributes and is
    chosen at run time;
- - without liburing the module still builds, and the `threads` backend serves.
+ - without liburing the module still builds, and the `threads` backend serves;
+ - FLASHKV_TEST_BUILD=1 in the environment adds the simulated device and memory that runs out
+   (FKV_TEST_BUILD, sim.h); no wheel is built with it.
 
 `pip install .` comes here through setup.py (cffi_modules); `python engine_native/build.py` builds
-in place, into flashkv/.
+in place, into flashkv/, and is a test build unless FLASHKV_TEST_BUILD=0.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from cffi import FFI
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = "engine_native"
 HEADERS = ("format.h", "flashkv_native.h")
+TEST_HEADERS = ("sim.h",)
 
 LIBURING_CHECK = """
 #include <liburing.h>
@@ -55,10 +58,15 @@ PRELUDE = """
 """
 
 
+def is_test_build() -> bool:
+    """Whether the environment asks for one."""
+    return os.environ.get("FLASHKV_TEST_BUILD", "0") == "1"
+
+
 def declarations() -> str:
     """The headers as cffi takes them: no preprocessor lines, constants left to the compiler."""
     lines = []
-    for header in HEADERS:
+    for header in HEADERS + (TEST_HEADERS if is_test_build() else ()):
         for line in (ROOT / FOLDER / header).read_text(encoding="utf-8").splitlines():
             constant = re.match(r"#define\s+(FKV_\w+)\s+\(?-?[0-9]", line)
             if constant:
@@ -97,17 +105,20 @@ def make_builder() -> FFI:
     liburing = have_liburing()
     if not liburing:
         print("flashkv: no liburing; building with the threads backend only", file=sys.stderr)
+    macros = [("FKV_HAVE_LIBURING", "1")] if liburing else []
+    if is_test_build():
+        macros.append(("FKV_TEST_BUILD", "1"))
     folder = ROOT / FOLDER
     builder = FFI()
     builder.cdef(declarations())
     builder.set_source(
         "flashkv._native",
-        PRELUDE,
+        PRELUDE + ('#include "sim.h"\n' if is_test_build() else ""),
         # Relative to the project's root, where setuptools runs.
         sources=sorted(f"{FOLDER}/{path.name}" for path in folder.glob("*.c")),
         depends=sorted(f"{FOLDER}/{path.name}" for path in folder.glob("*.h")),
         include_dirs=[FOLDER],
-        define_macros=[("FKV_HAVE_LIBURING", "1")] if liburing else [],
+        define_macros=macros,
         libraries=["uring"] if liburing else [],
         extra_compile_args=[
             "-std=gnu11",
@@ -128,6 +139,7 @@ def make_builder() -> FFI:
 
 def build_in_place() -> int:
     """A developer's build of flashkv/_native*.so, as an installation does it. One at a time."""
+    os.environ.setdefault("FLASHKV_TEST_BUILD", "1")
     (ROOT / "build").mkdir(exist_ok=True)
     with (ROOT / "build" / "native.lock").open("w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -9,8 +9,8 @@
  * Where a record lies in its bound: payload from a page boundary on, header pages right in front of
  * it.
  */
+#include "allocate.h"
 #include "encode.h"
-#include <stdlib.h>
 #include <string.h>
 
 #define ROUND8(n) (((uint64_t)(n) + 7u) & ~(uint64_t)7u)
@@ -221,7 +221,7 @@ static int raw_gather(const fkv_encode_batch *batch, const fkv_encode_record *re
                       uint8_t *payload)
 {
     const fkv_geometry *g = batch->geometry;
-    fkv_place_in_memory *stored = malloc(fkv_geometry_entries(g) * sizeof *stored);
+    fkv_place_in_memory *stored = fkv_malloc(fkv_geometry_entries(g) * sizeof *stored);
     if (!stored) return FKV_NO_MEMORY;
     fkv_order_row order = batch->view->order;
     order.block_tokens = 0;
@@ -239,7 +239,7 @@ static int raw_gather(const fkv_encode_batch *batch, const fkv_encode_record *re
         memset(payload + at + bytes, 0, stride - bytes);
         at += stride;
     }
-    free(stored);
+    fkv_free(stored);
     return FKV_OK;
 }
 
@@ -255,14 +255,14 @@ static int encode_raw(const fkv_encode_batch *batch, fkv_encode_record *record, 
     if (!s->inlined) {
         uint64_t end = s->payload_pages * FKV_PAGE_BYTES;
         memset(payload + s->payload_bytes, 0, end - s->payload_bytes);
-        crcs = malloc(4 * s->payload_pages);
+        crcs = fkv_malloc(4 * s->payload_pages);
         if (!crcs) return FKV_NO_MEMORY;
         for (uint64_t p = 0; p < s->payload_pages; p++)
             crcs[p] = fkv_page_crc(record->sequence, (uint32_t)p, payload + p * FKV_PAGE_BYTES);
     }
     parts.page_crcs = crcs;
     header_write(batch, record, s, payload, &parts);
-    free(crcs);
+    fkv_free(crcs);
     return FKV_OK;
 }
 
@@ -317,7 +317,7 @@ static void encode_run(fkv_task *task)
 void fkv_encode(fkv_engine *engine, const fkv_encode_batch *batch)
 {
     encode_task *tasks =
-        batch->record_count > 1 ? malloc(batch->record_count * sizeof *tasks) : NULL;
+        batch->record_count > 1 ? fkv_malloc(batch->record_count * sizeof *tasks) : NULL;
     if (!tasks) {
         for (uint64_t i = 0; i < batch->record_count; i++) encode_one(batch, &batch->records[i]);
         return;
@@ -343,5 +343,5 @@ void fkv_encode(fkv_engine *engine, const fkv_encode_batch *batch)
     pthread_mutex_lock(&latch.lock);
     while (latch.open) pthread_cond_wait(&latch.done, &latch.lock);
     pthread_mutex_unlock(&latch.lock);
-    free(tasks);
+    fkv_free(tasks);
 }

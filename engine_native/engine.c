@@ -6,16 +6,22 @@
  *  - closing waits for every operation; the caller sees to it that no blocking call is running;
  *  - memory that the kernel refuses to register works all the same.
  */
+#include "allocate.h"
 #include "io.h"
 #include <errno.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 
 #define HUGE_PAGE (2ull << 20)
 #define QUEUE_DEPTH_MAX 4096
 #define WORKERS_MAX 256
+
+#ifdef FKV_TEST_BUILD
+#define SIM_BUILT 1
+#else
+#define SIM_BUILT 0
+#endif
 
 static const char *refusal(int status)
 {
@@ -40,12 +46,16 @@ static fkv_backend *backend_open(const fkv_engine_options *options, char *error,
         else if (backend == NULL)
             snprintf(error, error_bytes, "threads: %s", refusal(status));
     }
+    if (options->backend == FKV_BACKEND_SIM) {
+        backend = fkv_io_sim_open(options, &status);
+        if (backend == NULL) snprintf(error, error_bytes, "sim: %s", refusal(status));
+    }
     return backend;
 }
 
 static const char *options_fault(const fkv_engine_options *options)
 {
-    if (options->backend > FKV_BACKEND_THREADS) return "unknown backend";
+    if (options->backend > FKV_BACKEND_SIM) return "unknown backend";
     if (options->queue_depth < 1 || options->queue_depth > QUEUE_DEPTH_MAX)
         return "queue_depth must be 1 to 4096";
     if (options->workers < 1 || options->workers > WORKERS_MAX) return "workers must be 1 to 256";
@@ -60,7 +70,7 @@ static const char *options_fault(const fkv_engine_options *options)
 fkv_engine *fkv_engine_open(const fkv_engine_options *options, char *error, size_t error_bytes)
 {
     const char *fault = options_fault(options);
-    fkv_engine *engine = fault == NULL ? calloc(1, sizeof *engine) : NULL;
+    fkv_engine *engine = fault == NULL ? fkv_calloc(1, sizeof *engine) : NULL;
     if (engine == NULL) {
         snprintf(error, error_bytes, "%s", fault != NULL ? fault : "out of memory");
         return NULL;
@@ -103,7 +113,7 @@ void fkv_engine_close(fkv_engine *engine)
     fkv_pool_free(engine->pool);
     pthread_cond_destroy(&engine->write_done);
     pthread_mutex_destroy(&engine->write_lock);
-    free(engine);
+    fkv_free(engine);
 }
 
 const char *fkv_engine_backend(const fkv_engine *engine) { return engine->backend->name; }
@@ -117,6 +127,8 @@ int fkv_backend_available(uint32_t backend)
         opened = fkv_io_uring_open(&options, &status);
     else if (backend == FKV_BACKEND_THREADS)
         opened = fkv_io_threads_open(&options, &status);
+    else if (backend == FKV_BACKEND_SIM)
+        return SIM_BUILT;
     if (opened == NULL) return 0;
     opened->close(opened);
     return 1;
@@ -176,10 +188,8 @@ uint8_t *fkv_buffer_alloc(uint64_t length)
     length = whole_pages(length);
     /* Huge pages need a start at a multiple of their size: map more and cut the ends off. */
     uint64_t slack = length >= HUGE_PAGE ? HUGE_PAGE : 0;
-    uint8_t *mapped =
-        mmap(NULL, length + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (mapped == MAP_FAILED) return NULL;
-    if (slack == 0) return mapped;
+    uint8_t *mapped = fkv_map(length + slack);
+    if (mapped == NULL || slack == 0) return mapped;
     uint64_t before = (HUGE_PAGE - (uintptr_t)mapped % HUGE_PAGE) % HUGE_PAGE;
     if (before > 0) munmap(mapped, before);
     if (slack > before) munmap(mapped + before + length, slack - before);
@@ -189,5 +199,5 @@ uint8_t *fkv_buffer_alloc(uint64_t length)
 
 void fkv_buffer_free(uint8_t *base, uint64_t length)
 {
-    if (base != NULL) munmap(base, whole_pages(length));
+    if (base != NULL) fkv_unmap(base, whole_pages(length));
 }

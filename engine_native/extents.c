@@ -5,8 +5,8 @@
  *  - an extent has at most FKV_EXTENT_PAGES_MAX payload pages; a long run is cut into equal parts;
  *  - unwanted pages are read through only within gap_pages and amplification_percent of the batch.
  */
+#include "allocate.h"
 #include "reader.h"
-#include <stdlib.h>
 #include <string.h>
 
 /* A single block that is the whole record, raw, page-aligned: its bytes can land in place before
@@ -62,7 +62,7 @@ static bool note_ranges(fkv_reading *reading)
 {
     const fkv_header *h = reading->header;
     uint32_t wants = reading->request->want_count, end = 0;
-    reading->ranges = wants == 1 ? &reading->sole : malloc(wants * sizeof *reading->ranges);
+    reading->ranges = wants == 1 ? &reading->sole : fkv_malloc(wants * sizeof *reading->ranges);
     if (!reading->ranges) return false;
     for (uint32_t i = 0; i < wants; i++) {
         uint32_t row = reading->request->first_want + i;
@@ -158,7 +158,7 @@ static void note_stored(fkv_reading *reading)
     const fkv_header *h = reading->header;
     fkv_order_row order = h->order;
     order.block_tokens = reading->stored_tokens = h->blocks[0].tokens;
-    reading->stored = malloc(fkv_geometry_entries(&h->geometry) * sizeof *reading->stored);
+    reading->stored = fkv_malloc(fkv_geometry_entries(&h->geometry) * sizeof *reading->stored);
     if (reading->stored) fkv_view_fill(&h->geometry, &order, 0, reading->stored, NULL);
 }
 
@@ -245,7 +245,7 @@ void fkv_extents_rest(fkv_reading *reading, fkv_extent *have)
         }
         have = NULL; /* stored in another order than the one it was read for */
     }
-    reading->needed = calloc(1, h->payload_pages + 1);
+    reading->needed = fkv_calloc(1, h->payload_pages + 1);
     if (!reading->needed) {
         fkv_reading_fail(reading, FKV_NO_MEMORY);
         return;

@@ -190,6 +190,9 @@ typedef struct fkv_engine fkv_engine;
 #define FKV_BACKEND_AUTO 0
 #define FKV_BACKEND_IO_URING 1
 #define FKV_BACKEND_THREADS 2
+#define FKV_BACKEND_SIM 3 /* test builds, see sim.h */
+
+typedef struct fkv_sim fkv_sim;
 
 typedef struct {
     uint32_t backend;
@@ -200,6 +203,7 @@ typedef struct {
     uint32_t memory_alignment;  /* of addresses for direct I/O */
     uint64_t read_buffer_bytes; /* bounce buffers of all reads together */
     uint64_t header_cache_bytes;
+    fkv_sim *sim; /* the device of the sim backend, else NULL */
 } fkv_engine_options;
 
 typedef struct {

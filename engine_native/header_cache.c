@@ -5,8 +5,8 @@
  *  - it holds only headers that were checked in their place; the sequence tells an old tenant of
  * the place from a new one, and a segment's headers are dropped before its space is used again.
  */
+#include "allocate.h"
 #include "header_cache.h"
-#include <stdlib.h>
 
 typedef struct entry {
     struct entry *chain;
@@ -25,16 +25,16 @@ struct fkv_header_cache {
 
 fkv_header_cache *fkv_header_cache_new(uint64_t bytes)
 {
-    fkv_header_cache *cache = calloc(1, sizeof *cache);
+    fkv_header_cache *cache = fkv_calloc(1, sizeof *cache);
     if (!cache) return NULL;
     cache->bucket_count = 1024;
     while (cache->bucket_count < bytes / 4096 && cache->bucket_count < (1u << 20))
         cache->bucket_count *= 2;
-    cache->buckets = calloc(cache->bucket_count, sizeof *cache->buckets);
+    cache->buckets = fkv_calloc(cache->bucket_count, sizeof *cache->buckets);
     cache->limit_bytes = bytes;
     pthread_mutex_init(&cache->lock, NULL);
     if (cache->buckets) return cache;
-    free(cache);
+    fkv_free(cache);
     return NULL;
 }
 
@@ -76,7 +76,7 @@ static void forget(fkv_header_cache *cache, entry **slot)
     cache->bytes -= e->header->bytes_total + sizeof *e;
     cache->count--;
     fkv_header_release(e->header);
-    free(e);
+    fkv_free(e);
 }
 
 fkv_header *fkv_header_cache_get(fkv_header_cache *cache, uint32_t segment, uint32_t page,
@@ -100,7 +100,7 @@ fkv_header *fkv_header_cache_get(fkv_header_cache *cache, uint32_t segment, uint
 void fkv_header_cache_put(fkv_header_cache *cache, uint32_t segment, uint32_t page,
                           fkv_header *header)
 {
-    entry *e = malloc(sizeof *e);
+    entry *e = fkv_malloc(sizeof *e);
     if (!e) return;
     pthread_mutex_lock(&cache->lock);
     entry **slot = slot_of(cache, segment, page);
@@ -142,6 +142,6 @@ void fkv_header_cache_free(fkv_header_cache *cache)
     while (cache->oldest)
         forget(cache, slot_of(cache, cache->oldest->segment, cache->oldest->page));
     pthread_mutex_destroy(&cache->lock);
-    free(cache->buckets);
-    free(cache);
+    fkv_free(cache->buckets);
+    fkv_free(cache);
 }

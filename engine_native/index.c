@@ -5,6 +5,7 @@
  *    (but for a digest space so skewed that the table's spare slots run out);
  *  - of two blocks with one digest the higher sequence stays; the loser is reported, not forgotten.
  */
+#include "allocate.h"
 #include "index_state.h"
 
 #include <assert.h>
@@ -17,10 +18,10 @@
 
 fkv_index *fkv_index_new(void)
 {
-    fkv_index *index = calloc(1, sizeof *index);
+    fkv_index *index = fkv_calloc(1, sizeof *index);
     if (!index) return NULL;
     if (pthread_mutex_init(&index->mutex, NULL) != 0) {
-        free(index);
+        fkv_free(index);
         return NULL;
     }
     index->first_free = FKV_NONE;
@@ -30,13 +31,13 @@ fkv_index *fkv_index_new(void)
 void fkv_index_free(fkv_index *index)
 {
     if (!index) return;
-    for (uint32_t i = 0; i < index->block_count; i++) free(index->blocks[i]);
-    free(index->blocks);
-    free(index->segments);
-    free(index->namespace_blocks);
+    for (uint32_t i = 0; i < index->block_count; i++) fkv_free(index->blocks[i]);
+    fkv_free(index->blocks);
+    fkv_free(index->segments);
+    fkv_free(index->namespace_blocks);
     fkv_table_free(&index->table);
     pthread_mutex_destroy(&index->mutex);
-    free(index);
+    fkv_free(index);
 }
 
 /* ---- rows ---- */
@@ -58,12 +59,12 @@ static int reserve_rows(fkv_index *index, uint64_t count)
     while (index->block_count < blocks) {
         if (index->block_count == index->block_room) {
             uint32_t room = index->block_room ? index->block_room * 2 : 16;
-            fkv_row_block **grown = realloc(index->blocks, room * sizeof *grown);
+            fkv_row_block **grown = fkv_realloc(index->blocks, room * sizeof *grown);
             if (!grown) return -ENOMEM;
             index->blocks = grown;
             index->block_room = room;
         }
-        fkv_row_block *block = calloc(1, sizeof *block);
+        fkv_row_block *block = fkv_calloc(1, sizeof *block);
         if (!block) return -ENOMEM;
         index->blocks[index->block_count++] = block;
     }
@@ -93,7 +94,7 @@ static int grow(void **array, uint32_t *count, uint64_t wanted, size_t item_byte
     if (wanted <= *count) return 0;
     uint64_t room = *count + *count / 4 + 16;
     if (room < wanted) room = wanted;
-    uint8_t *grown = realloc(*array, room * item_bytes);
+    uint8_t *grown = fkv_realloc(*array, room * item_bytes);
     if (!grown) return -ENOMEM;
     memset(grown + *count * item_bytes, 0, (room - *count) * item_bytes);
     *array = grown;
@@ -401,7 +402,7 @@ uint64_t fkv_index_drop_segment(fkv_index *index, uint32_t segment)
 uint64_t fkv_index_drop_sequences(fkv_index *index, const uint64_t *sequences, uint64_t count)
 {
     sequence_set set = {.sequences = sequences, .count = count};
-    uint64_t *copy = count > 8 ? malloc(count * sizeof *copy) : NULL;
+    uint64_t *copy = count > 8 ? fkv_malloc(count * sizeof *copy) : NULL;
     if (copy) { /* without memory for it, the linear search is right as well */
         memcpy(copy, sequences, count * sizeof *copy);
         qsort(copy, count, sizeof *copy, by_value);
@@ -411,7 +412,7 @@ uint64_t fkv_index_drop_sequences(fkv_index *index, const uint64_t *sequences, u
     fkv_index_lock(index);
     uint64_t gone = count ? drop_rows(index, in_sequences, &set) : 0;
     fkv_index_unlock(index);
-    free(copy);
+    fkv_free(copy);
     return gone;
 }
 

@@ -1,8 +1,8 @@
 /* index_table.c: see index_table.h for the invariants. */
+#include "allocate.h"
 #include "index_table.h"
 
 #include <errno.h>
-#include <stdlib.h>
 #include <string.h>
 
 /* Percent. Load 0.85 keeps a search at about four slots; growing by 1.3 wastes little. */
@@ -15,7 +15,7 @@ static bool is_empty(const fkv_entry *entry) { return entry->record == FKV_NONE;
 
 void fkv_table_free(fkv_table *table)
 {
-    free(table->slots);
+    fkv_free(table->slots);
     *table = (fkv_table){0};
 }
 
@@ -43,15 +43,15 @@ static int rebuild(fkv_table *table, uint64_t range, uint64_t spare)
     for (;; spare *= 2) {
         fkv_table fresh = {.range = range, .room = range + spare};
         if (fresh.room > SIZE_MAX / sizeof(fkv_entry)) return -ENOMEM;
-        fresh.slots = malloc(fresh.room * sizeof(fkv_entry));
+        fresh.slots = fkv_malloc(fresh.room * sizeof(fkv_entry));
         if (!fresh.slots) return -ENOMEM;
         memset(fresh.slots, 0xFF, fresh.room * sizeof(fkv_entry));
         if (refill(table, &fresh)) {
-            free(table->slots);
+            fkv_free(table->slots);
             *table = fresh;
             return 0;
         }
-        free(fresh.slots); /* many digests share the highest homes */
+        fkv_free(fresh.slots); /* many digests share the highest homes */
     }
 }
 

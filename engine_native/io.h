@@ -1,5 +1,5 @@
 /* io.h: the narrow seam between what wants I/O and what does it. Backends (io_uring.c,
- * io_threads.c, later io_sim.c) are peers behind fkv_backend; nothing above this file knows which
+ * io_threads.c, io_sim.c in test builds) are peers behind fkv_backend; nothing above this file knows which
  * one runs.
  *
  * Invariants
@@ -67,6 +67,7 @@ struct fkv_backend {
 /* NULL, with *status = -errno, where it can't run. */
 fkv_backend *fkv_io_uring_open(const fkv_engine_options *options, int *status);
 fkv_backend *fkv_io_threads_open(const fkv_engine_options *options, int *status);
+fkv_backend *fkv_io_sim_open(const fkv_engine_options *options, int *status);
 
 /* ---- pool.c: bounce buffers of two sizes, handed out first come, first served ---- */
 #define FKV_POOL_SMALL (16u << 10)

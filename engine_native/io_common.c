@@ -8,6 +8,7 @@
  *  - whatever is repeated counts against `retries`; progress does not reset the count;
  *  - a sync is never repeated.
  */
+#include "allocate.h"
 #include "io.h"
 #include <errno.h>
 #include <signal.h>
@@ -127,7 +128,7 @@ int fkv_thread_start(pthread_t *thread, const char *name, void *(*run)(void *), 
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    int status = pthread_create(thread, NULL, run, argument);
+    int status = fkv_thread_create(thread, run, argument);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (status == 0) pthread_setname_np(*thread, name);
     return -status;

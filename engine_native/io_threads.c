@@ -7,9 +7,9 @@
  *  - counters are added before complete() is called, complete() is called without the lock;
  *  - close() returns when the queue is empty and every thread has ended.
  */
+#include "allocate.h"
 #include "io.h"
 #include <errno.h>
-#include <stdlib.h>
 #include <unistd.h>
 
 #define THREADS_MAX 256
@@ -117,7 +117,7 @@ static void threads_close(fkv_backend *backend)
     for (uint32_t i = 0; i < threads->thread_count; i++) pthread_join(threads->threads[i], NULL);
     pthread_cond_destroy(&threads->work);
     pthread_mutex_destroy(&backend->lock);
-    free(threads);
+    fkv_free(threads);
 }
 
 fkv_backend *fkv_io_threads_open(const fkv_engine_options *options, int *status)
@@ -127,7 +127,7 @@ fkv_backend *fkv_io_threads_open(const fkv_engine_options *options, int *status)
         *status = -EINVAL;
         return NULL;
     }
-    threads_backend *threads = calloc(1, sizeof *threads + count * sizeof threads->threads[0]);
+    threads_backend *threads = fkv_calloc(1, sizeof *threads + count * sizeof threads->threads[0]);
     if (threads == NULL) {
         *status = -ENOMEM;
         return NULL;

@@ -11,13 +11,13 @@
  *  - no linked operations: a short write would cancel what is linked behind it;
  *  - counters are added before complete() is called, complete() is called without the lock.
  */
+#include "allocate.h"
 #include "io.h"
 #include <errno.h>
 
 #ifdef FKV_HAVE_LIBURING
 #include <assert.h>
 #include <liburing.h>
-#include <stdlib.h>
 #include <sys/eventfd.h>
 #include <time.h>
 #include <unistd.h>
@@ -453,9 +453,9 @@ static void uring_free(uring_backend *uring)
     if (uring->eventfd >= 0) close(uring->eventfd);
     pthread_cond_destroy(&uring->changed);
     pthread_mutex_destroy(&uring->base.lock);
-    free(uring->slots);
-    free(uring->free_slots);
-    free(uring);
+    fkv_free(uring->slots);
+    fkv_free(uring->free_slots);
+    fkv_free(uring);
 }
 
 static void uring_close(fkv_backend *backend)
@@ -472,8 +472,8 @@ static void uring_close(fkv_backend *backend)
 /* The ring is made by the thread that will own it. */
 static int uring_start(uring_backend *uring)
 {
-    uring->slots = calloc(uring->depth, sizeof *uring->slots);
-    uring->free_slots = malloc(uring->depth * sizeof *uring->free_slots);
+    uring->slots = fkv_calloc(uring->depth, sizeof *uring->slots);
+    uring->free_slots = fkv_malloc(uring->depth * sizeof *uring->free_slots);
     if (uring->slots == NULL || uring->free_slots == NULL) return -ENOMEM;
     while (uring->free_count < uring->depth) {
         uring->free_slots[uring->free_count] = uring->depth - 1 - uring->free_count;
@@ -493,7 +493,7 @@ static int uring_start(uring_backend *uring)
 
 fkv_backend *fkv_io_uring_open(const fkv_engine_options *options, int *status)
 {
-    uring_backend *uring = calloc(1, sizeof *uring);
+    uring_backend *uring = fkv_calloc(1, sizeof *uring);
     if (uring == NULL) {
         *status = -ENOMEM;
         return NULL;

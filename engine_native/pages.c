@@ -6,8 +6,8 @@
  *  - full pages come first, then the shared ones; the stripe table is in the order of the pages;
  *  - a stream whose code would be longer than its plain rows is stored plain.
  */
+#include "allocate.h"
 #include "encode.h"
-#include <stdlib.h>
 #include <string.h>
 
 #define SPLIT_TOKENS_MIN 4u /* a stripe of fewer tokens isn't worth its row of the table */
@@ -30,7 +30,7 @@ typedef struct {
 
 void fkv_parts_free(fkv_record_parts *parts)
 {
-    free(parts->page_crcs), free(parts->streams), free(parts->stripes);
+    fkv_free(parts->page_crcs), fkv_free(parts->streams), fkv_free(parts->stripes);
     parts->page_crcs = parts->stripes = NULL;
     parts->streams = NULL;
 }
@@ -207,13 +207,13 @@ int fkv_pages_encode(const fkv_encode_batch *batch, const fkv_encode_record *rec
                 .payload = payload,
                 .page_room = shape->payload_pages,
                 .stripe_room = shape->stripes};
-    p.rows = malloc(shape->tokens * sizeof *p.rows);
-    p.costs = malloc(shape->tokens * sizeof *p.costs);
-    p.left_first = malloc(shape->streams * sizeof *p.left_first);
-    p.stream_offsets = malloc(shape->streams * sizeof *p.stream_offsets);
-    parts->page_crcs = malloc(p.page_room * sizeof *parts->page_crcs);
-    parts->stripes = malloc(p.stripe_room * sizeof *parts->stripes);
-    parts->streams = calloc(1, shape->stream_bytes);
+    p.rows = fkv_malloc(shape->tokens * sizeof *p.rows);
+    p.costs = fkv_malloc(shape->tokens * sizeof *p.costs);
+    p.left_first = fkv_malloc(shape->streams * sizeof *p.left_first);
+    p.stream_offsets = fkv_malloc(shape->streams * sizeof *p.stream_offsets);
+    parts->page_crcs = fkv_malloc(p.page_room * sizeof *parts->page_crcs);
+    parts->stripes = fkv_malloc(p.stripe_room * sizeof *parts->stripes);
+    parts->streams = fkv_calloc(1, shape->stream_bytes);
     int status = FKV_NO_MEMORY;
     if (p.rows && p.costs && p.left_first && p.stream_offsets && parts->page_crcs && parts->stripes
         && parts->streams) {
@@ -224,6 +224,6 @@ int fkv_pages_encode(const fkv_encode_batch *batch, const fkv_encode_record *rec
         if (status == FKV_OK && p.shared_open) packer_close_page(&p);
         shape->payload_bytes = shape->payload_pages * FKV_PAGE_BYTES;
     }
-    free(p.rows), free(p.costs), free(p.left_first), free(p.stream_offsets);
+    fkv_free(p.rows), fkv_free(p.costs), fkv_free(p.left_first), fkv_free(p.stream_offsets);
     return status;
 }

@@ -6,8 +6,8 @@
  * only the status waits for it;
  *  - a bad page fails every want that needed it, and no other.
  */
+#include "allocate.h"
 #include "reader.h"
-#include <stdlib.h>
 #include <string.h>
 
 static const uint8_t *page_at(const fkv_extent *extent, uint32_t page)
@@ -45,14 +45,14 @@ static bool runs_with(const fkv_reading *reading, const fkv_read_want *want,
     fkv_order_row row = *order;
     row.block_tokens = block_tokens;
     if (!stored || reading->stored_tokens != block_tokens) {
-        own = malloc(fkv_geometry_entries(batch->geometry) * sizeof *own);
+        own = fkv_malloc(fkv_geometry_entries(batch->geometry) * sizeof *own);
         if (!own) return false;
         fkv_view_fill(batch->geometry, &row, 0, own, NULL);
         stored = own;
     }
     fkv_runs runs = {batch->geometry, &row, stored, batch->view, want->first_token, token_count};
     fkv_runs_each(&runs, fkv_want_pointers(reading, want), emit, context);
-    free(own);
+    fkv_free(own);
     return true;
 }
 

@@ -6,9 +6,9 @@
  *  - while someone waits for a class, no buffer of it is free;
  *  - ready() is called without the lock.
  */
+#include "allocate.h"
 #include "io.h"
 #include <assert.h>
-#include <stdlib.h>
 #include <sys/mman.h>
 
 #define CLASSES 2     /* small, large */
@@ -39,7 +39,7 @@ static int class_init(pool_class *class, uint8_t *base, uint64_t size, uint32_t 
     class->base = base;
     class->size = size;
     class->count = count;
-    class->free = malloc(count * sizeof *class->free);
+    class->free = fkv_malloc(count * sizeof *class->free);
     if (class->free == NULL) return -1;
     for (class->free_count = 0; class->free_count < count; class->free_count++)
         class->free[class->free_count] = count - 1 - class->free_count;
@@ -54,7 +54,7 @@ fkv_pool *fkv_pool_new(uint64_t bytes)
     if (large < LARGE_MIN) large = LARGE_MIN;
     if (small > UINT32_MAX || large > UINT32_MAX) return NULL;
 
-    fkv_pool *pool = calloc(1, sizeof *pool);
+    fkv_pool *pool = fkv_calloc(1, sizeof *pool);
     if (pool == NULL) return NULL;
     pthread_mutex_init(&pool->lock, NULL);
     pool->length = small * FKV_POOL_SMALL + large * FKV_POOL_LARGE;
@@ -78,11 +78,11 @@ void fkv_pool_free(fkv_pool *pool)
     assert(pool->bytes_in_use == 0);
     for (int i = 0; i < CLASSES; i++) {
         assert(pool->classes[i].head == NULL);
-        free(pool->classes[i].free);
+        fkv_free(pool->classes[i].free);
     }
     fkv_buffer_free(pool->base, pool->length);
     pthread_mutex_destroy(&pool->lock);
-    free(pool);
+    fkv_free(pool);
 }
 
 void fkv_pool_take(fkv_pool *pool, uint64_t bytes, fkv_pool_waiter *waiter)

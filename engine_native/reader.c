@@ -11,9 +11,9 @@
  * decision about what to keep or where: the batch says which records, how far to read through
  * gaps, and where the bytes go.
  */
+#include "allocate.h"
 #include "reader.h"
 #include <errno.h>
-#include <stdlib.h>
 #include <string.h>
 
 /* Operations that one thread gathers to submit them together: so few that the device starts while
@@ -70,7 +70,7 @@ static void reading_close(fkv_reading *reading)
 
 fkv_extent *fkv_extent_new(fkv_reading *reading)
 {
-    fkv_extent *extent = calloc(1, sizeof *extent);
+    fkv_extent *extent = fkv_calloc(1, sizeof *extent);
     if (!extent) return NULL;
     extent->reading = reading;
     extent->next = reading->extents;
@@ -256,6 +256,11 @@ static bool selects_all(const fkv_read_batch *batch)
 static void reading_begin(fkv_reading *reading)
 {
     const fkv_read_record *r = reading->request;
+    /* No directory that was checked says so; what follows divides and counts by it. */
+    if (!r->header_pages || r->header_pages > r->pages || !r->record_blocks) {
+        fkv_reading_fail(reading, FKV_DAMAGED);
+        return;
+    }
     reading->header =
         fkv_header_cache_get(reading->job->engine->headers, r->segment, r->page, r->sequence);
     if (!reading->header)
@@ -268,11 +273,11 @@ static void reading_free(fkv_reading *reading)
 {
     for (fkv_extent *e = reading->extents, *next; e; e = next) {
         next = e->next;
-        free(e);
+        fkv_free(e);
     }
     fkv_header_release(reading->header);
-    if (reading->ranges != &reading->sole) free(reading->ranges);
-    free(reading->needed), free(reading->stored);
+    if (reading->ranges != &reading->sole) fkv_free(reading->ranges);
+    fkv_free(reading->needed), fkv_free(reading->stored);
 }
 
 void fkv_read(fkv_engine *engine, const fkv_read_batch *batch)
@@ -283,7 +288,8 @@ void fkv_read(fkv_engine *engine, const fkv_read_batch *batch)
                         .done = PTHREAD_COND_INITIALIZER,
                         .open_records = batch->record_count,
                         .selects_all = selects_all(batch)};
-    fkv_reading *readings = calloc(batch->record_count ? batch->record_count : 1, sizeof *readings);
+    fkv_reading *readings =
+        fkv_calloc(batch->record_count ? batch->record_count : 1, sizeof *readings);
     for (uint64_t i = 0; i < batch->want_count; i++)
         batch->wants[i].status = readings ? FKV_OK : FKV_NO_MEMORY;
     if (!readings) return;
@@ -301,5 +307,5 @@ void fkv_read(fkv_engine *engine, const fkv_read_batch *batch)
     while (job.open_records) pthread_cond_wait(&job.done, &job.lock);
     pthread_mutex_unlock(&job.lock);
     for (uint64_t i = 0; i < batch->record_count; i++) reading_free(&readings[i]);
-    free(readings);
+    fkv_free(readings);
 }

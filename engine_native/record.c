@@ -7,8 +7,8 @@
  * lead outside;
  *  - reserved fields and padding are zero.
  */
+#include "allocate.h"
 #include "record.h"
-#include <stdlib.h>
 #include <string.h>
 
 #define ROUND8(n) (((n) + 7u) & ~7u)
@@ -131,7 +131,7 @@ static bool decode_blocks(fkv_header *h, const tlv_view *t)
     if (!f->block_count || f->block_count > FKV_BLOCKS_PER_RECORD_MAX) return false;
     if (t[FKV_TLV_BLOCKS].length != f->block_count * sizeof(fkv_block_row)) return false;
     h->blocks = (const fkv_block_row *)t[FKV_TLV_BLOCKS].data;
-    h->key_offsets = malloc(f->block_count * sizeof *h->key_offsets);
+    h->key_offsets = fkv_malloc(f->block_count * sizeof *h->key_offsets);
     if (!h->key_offsets) return false;
     uint64_t keys = 0, parents = 0, tokens = 0;
     for (uint32_t i = 0; i < f->block_count; i++) {
@@ -164,7 +164,7 @@ static bool decode_raw(fkv_header *h, const tlv_view *t)
         seen |= 1u << h->order.axes[i];
     }
     uint64_t bytes = 0, logical = 0;
-    h->block_offsets = malloc((h->fixed.block_count + 1u) * sizeof *h->block_offsets);
+    h->block_offsets = fkv_malloc((h->fixed.block_count + 1u) * sizeof *h->block_offsets);
     if (!h->block_offsets) return false;
     for (uint32_t i = 0; i < h->fixed.block_count; i++) {
         uint64_t block = fkv_block_bytes(&h->geometry, h->blocks[i].tokens);
@@ -189,9 +189,9 @@ static bool decode_streams(fkv_header *h, const tlv_view *t, uint64_t *full_tota
     const fkv_geometry *g = &h->geometry;
     uint32_t entries = fkv_geometry_entries(g), stream = 0;
     h->stream_count = fkv_geometry_streams(g);
-    h->entry_streams = malloc(entries * sizeof *h->entry_streams);
-    h->stream_offsets = malloc(h->stream_count * sizeof *h->stream_offsets);
-    h->stream_entries = malloc(h->stream_count * sizeof *h->stream_entries);
+    h->entry_streams = fkv_malloc(entries * sizeof *h->entry_streams);
+    h->stream_offsets = fkv_malloc(h->stream_count * sizeof *h->stream_offsets);
+    h->stream_entries = fkv_malloc(h->stream_count * sizeof *h->stream_entries);
     if (!h->entry_streams || !h->stream_offsets || !h->stream_entries) return false;
     uint64_t at = 0, layers = fkv_geometry_layers(g);
     *full_total = 0;
@@ -253,9 +253,9 @@ static bool decode_stripes(fkv_header *h, const tlv_view *t, uint64_t full_total
     if (t[FKV_TLV_STRIPES].length % 4 || h->fixed.tokens > 0xFFFF || full_total > w.count)
         return false;
     uint32_t streams = h->stream_count;
-    h->stripes = malloc(w.count * sizeof *h->stripes);
-    h->stream_stripes = malloc((2ul * streams + 2) * sizeof *h->stream_stripes);
-    uint32_t *first = calloc(streams, sizeof *first);
+    h->stripes = fkv_malloc(w.count * sizeof *h->stripes);
+    h->stream_stripes = fkv_malloc((2ul * streams + 2) * sizeof *h->stream_stripes);
+    uint32_t *first = fkv_calloc(streams, sizeof *first);
     bool good = h->stripes && h->stream_stripes && first;
     for (uint32_t s = 0; good && s < streams; s++) {
         fkv_stream_row row;
@@ -274,7 +274,7 @@ static bool decode_stripes(fkv_header *h, const tlv_view *t, uint64_t full_total
         }
     }
     if (good) h->stream_stripes[2 * streams + 1] = (uint32_t)w.next;
-    free(first);
+    fkv_free(first);
     h->stripe_count = w.next;
     return good && w.next == w.count && w.page == h->payload_pages;
 }
@@ -323,8 +323,9 @@ uint32_t fkv_header_peek(const uint8_t *page)
 /* What decoding allocated. */
 static void free_parts(fkv_header *h)
 {
-    free(h->key_offsets), free(h->block_offsets), free(h->entry_streams);
-    free(h->stream_offsets), free(h->stream_entries), free(h->stripes), free(h->stream_stripes);
+    fkv_free(h->key_offsets), fkv_free(h->block_offsets), fkv_free(h->entry_streams);
+    fkv_free(h->stream_offsets), fkv_free(h->stream_entries), fkv_free(h->stripes),
+        fkv_free(h->stream_stripes);
 }
 
 fkv_header *fkv_header_parse(const uint8_t *bytes, uint64_t length, const uint8_t *segment_uuid,
@@ -337,10 +338,10 @@ fkv_header *fkv_header_parse(const uint8_t *bytes, uint64_t length, const uint8_
     uint32_t stored;
     memcpy(&stored, bytes + 4, 4);
     if (fkv_header_crc(bytes, length, segment_uuid, epoch, page) != stored) return NULL;
-    fkv_header *h = calloc(1, sizeof *h);
+    fkv_header *h = fkv_calloc(1, sizeof *h);
     if (!h) return NULL;
     atomic_init(&h->references, 1);
-    h->bytes = malloc(length);
+    h->bytes = fkv_malloc(length);
     if (!h->bytes) goto refuse;
     memcpy(h->bytes, bytes, length);
     memcpy(&h->fixed, bytes, sizeof h->fixed);
@@ -365,8 +366,8 @@ void fkv_header_release(fkv_header *h)
 {
     if (!h || atomic_fetch_sub_explicit(&h->references, 1, memory_order_acq_rel) != 1) return;
     free_parts(h);
-    free(h->bytes);
-    free(h);
+    fkv_free(h->bytes);
+    fkv_free(h);
 }
 
 /* ---- for tools ---- */

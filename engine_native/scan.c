@@ -6,11 +6,11 @@
  *  - after anything that is no such record the scan goes on at the next page: damage in the middle
  * hides nothing behind it.
  */
+#include "allocate.h"
 #include "io.h"
 #include "record.h"
 #include "sha256.h"
 #include <errno.h>
-#include <stdlib.h>
 #include <string.h>
 
 #define WINDOW_PAGES 1024u /* 4 MiB a read */
@@ -38,7 +38,7 @@ static void *list_add(fkv_scan *scan, list *l, size_t size)
 {
     if (l->count == l->room) {
         uint64_t room = l->room ? l->room * 2 : 256;
-        void *data = realloc(l->data, room * size);
+        void *data = fkv_realloc(l->data, room * size);
         if (!data) {
             scan->out_of_memory = true;
             return NULL;
@@ -78,7 +78,7 @@ static fkv_header *header_at(fkv_scan *scan, uint32_t page)
     if (!pages) return NULL;
     fkv_header *h = NULL;
     if (pages <= scan->end_page - page) {
-        uint8_t *bytes = malloc((uint64_t)pages * FKV_PAGE_BYTES);
+        uint8_t *bytes = fkv_malloc((uint64_t)pages * FKV_PAGE_BYTES);
         if (!bytes) {
             scan->out_of_memory = true;
             return NULL;
@@ -87,7 +87,7 @@ static fkv_header *header_at(fkv_scan *scan, uint32_t page)
             memcpy(bytes + (uint64_t)i * FKV_PAGE_BYTES, page_of(scan, page + i), FKV_PAGE_BYTES);
         h = fkv_header_parse(bytes, (uint64_t)pages * FKV_PAGE_BYTES, scan->segment_uuid,
                              scan->epoch, page);
-        free(bytes);
+        fkv_free(bytes);
     }
     if (!h) scan->damaged++;
     return h;
@@ -172,7 +172,7 @@ fkv_scan *fkv_scan_segment(fkv_engine *engine, int32_t fd, const uint8_t *segmen
                            uint64_t epoch, uint32_t first_page, uint32_t end_page, uint32_t flags,
                            int32_t *status)
 {
-    fkv_scan *scan = calloc(1, sizeof *scan);
+    fkv_scan *scan = fkv_calloc(1, sizeof *scan);
     *status = -ENOMEM;
     if (!scan) return NULL;
     *scan = (fkv_scan){.engine = engine,
@@ -210,6 +210,6 @@ uint32_t fkv_scan_end_page(const fkv_scan *scan) { return scan->last_page; }
 void fkv_scan_free(fkv_scan *scan)
 {
     if (!scan) return;
-    free(scan->records.data), free(scan->blocks.data), free(scan->namespaces.data);
-    free(scan);
+    fkv_free(scan->records.data), fkv_free(scan->blocks.data), fkv_free(scan->namespaces.data);
+    fkv_free(scan);
 }

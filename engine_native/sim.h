@@ -29,16 +29,19 @@ typedef struct {
     uint64_t length;
     const uint8_t *data; /* WRITE: a copy of what was to be written, until fkv_sim_forget() */
     uint64_t begun;      /* SYNC_END: position of its SYNC */
+    uint64_t ended;      /* WRITE: events that stood in the recording when it ended, so that a SYNC
+                            at this position or behind it covers it; UINT64_MAX: not ended */
     uint32_t kind;
     uint32_t inode; /* NOTE: the caller's number */
-    int32_t result; /* of a WRITE that ended and of a SYNC_END: 0 or -errno; 1: not ended */
+    int32_t result; /* of WRITE, SYNC and SYNC_END: 0 or -errno; 1: not ended */
     uint32_t reserved;
 } fkv_sim_event;
 
-/* ---- what goes wrong ---- */
+/* ---- what goes wrong: at most one of LATE, SLOW, HANG and one of the others meet in a call, of
+ * each the one that was added first ---- */
 #define FKV_SIM_FAIL 0  /* answers `result`; of a write, `amount` bytes reach the file first */
-#define FKV_SIM_SHORT 1 /* moves and answers `amount` bytes (0: a zero result) */
-#define FKV_SIM_LATE 2  /* answers only after `amount` later operations, or when nothing else is left */
+#define FKV_SIM_SHORT 1 /* moves and answers `amount` bytes (0: a zero result); READ, WRITE */
+#define FKV_SIM_LATE 2  /* answers after `amount` later operations, or when nothing else is left */
 #define FKV_SIM_SLOW 3  /* takes `amount` microseconds longer */
 #define FKV_SIM_HANG 4  /* answers after fkv_sim_release() or at the close of the engine */
 #define FKV_SIM_FLIP 5  /* a read answers with bit `amount` (modulo its length) wrong */
@@ -48,7 +51,8 @@ typedef struct {
 typedef struct {
     uint32_t kind;   /* FKV_SIM_READ, WRITE or SYNC */
     uint32_t action; /* FKV_SIM_FAIL ... */
-    uint64_t first;  /* the n-th call of that kind since fkv_sim_reset(), from 1; */
+    uint64_t first;  /* the n-th call of that kind since fkv_sim_reset(), from 1, in the order of
+                        submission (a repeat: when it is issued again); */
     uint64_t count;  /* and how many from there on (UINT64_MAX: all) */
     int64_t result;
     uint64_t amount;
@@ -64,13 +68,13 @@ int fkv_sim_bind(fkv_sim *sim, int32_t fd, uint32_t inode, uint32_t alignment);
 void fkv_sim_unbind(fkv_sim *sim, int32_t fd);
 
 /* ---- the recording ---- */
-void fkv_sim_record(fkv_sim *sim, int on); /* off at first */
+void fkv_sim_record(fkv_sim *sim, int on);            /* off at first */
 uint64_t fkv_sim_note(fkv_sim *sim, uint32_t number); /* position of the note; UINT64_MAX: off */
 uint64_t fkv_sim_event_count(fkv_sim *sim);
 /* Copies events [first, first + count); returns how many there were. */
 uint64_t fkv_sim_events(fkv_sim *sim, uint64_t first, uint64_t count, fkv_sim_event *events);
-void fkv_sim_forget(fkv_sim *sim);            /* empties the recording */
-int fkv_sim_recording_failed(fkv_sim *sim);   /* memory ran out: the recording has a gap */
+void fkv_sim_forget(fkv_sim *sim);          /* empties the recording */
+int fkv_sim_recording_failed(fkv_sim *sim); /* memory ran out: the recording has a gap */
 
 /* ---- faults ---- */
 int fkv_sim_add_fault(fkv_sim *sim, const fkv_sim_fault *fault); /* 0 or -ENOMEM, -EINVAL */

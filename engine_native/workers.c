@@ -5,8 +5,8 @@
  *  - push() never blocks and wakes a thread only if one sleeps;
  *  - fkv_workers_free() runs everything that was pushed before it returns.
  */
+#include "allocate.h"
 #include "io.h"
-#include <stdlib.h>
 
 struct fkv_workers {
     pthread_mutex_t lock;
@@ -44,7 +44,7 @@ static void *worker_main(void *argument)
 fkv_workers *fkv_workers_new(uint32_t count)
 {
     if (count < 1) count = 1;
-    fkv_workers *workers = calloc(1, sizeof *workers + count * sizeof workers->threads[0]);
+    fkv_workers *workers = fkv_calloc(1, sizeof *workers + count * sizeof workers->threads[0]);
     if (workers == NULL) return NULL;
     pthread_mutex_init(&workers->lock, NULL);
     pthread_cond_init(&workers->work, NULL);
@@ -70,7 +70,7 @@ void fkv_workers_free(fkv_workers *workers)
     for (uint32_t i = 0; i < workers->count; i++) pthread_join(workers->threads[i], NULL);
     pthread_cond_destroy(&workers->work);
     pthread_mutex_destroy(&workers->lock);
-    free(workers);
+    fkv_free(workers);
 }
 
 void fkv_workers_push(fkv_workers *workers, fkv_task *task)

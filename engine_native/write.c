@@ -7,10 +7,10 @@
  *  - every write submitted is reaped exactly once; fkv_write_submit() takes all its writes or none;
  *  - the blocking helpers must not be called on a backend's thread: they wait for it.
  */
+#include "allocate.h"
 #include "io.h"
 #include <assert.h>
 #include <errno.h>
-#include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
@@ -67,7 +67,7 @@ static void part_done(fkv_io_op *op)
 static fkv_write_state *state_new(fkv_engine *engine, const fkv_write *write)
 {
     uint64_t parts = part_count(write->length);
-    fkv_write_state *state = calloc(1, sizeof *state + parts * sizeof state->operations[0]);
+    fkv_write_state *state = fkv_calloc(1, sizeof *state + parts * sizeof state->operations[0]);
     if (state == NULL) return NULL;
     state->engine = engine;
     state->write = *write;
@@ -95,7 +95,7 @@ static void states_free(fkv_write_state *list)
 {
     while (list != NULL) {
         fkv_write_state *next = list->next;
-        free(list);
+        fkv_free(list);
         list = next;
     }
 }
