@@ -9,7 +9,7 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,19 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
 def seed(request: pytest.FixtureRequest) -> int:
     """A number that follows from the run's seed and the test's name."""
     return random.Random(f"{SEED} {request.node.name}").randrange(1 << 32)
+
+
+@pytest.fixture
+def say(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+    """Lets the run end with a figure that this test measured."""
+    return lambda figure: record_property("figure", figure)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
+        for name, figure in report.user_properties:
+            if report.when == "call" and name == "figure":
+                terminalreporter.write_line(f"{report.nodeid.split('::')[-1]}: {figure}")
 
 
 @pytest.fixture
