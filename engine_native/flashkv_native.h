@@ -402,6 +402,35 @@ uint64_t fkv_scan_unreadable(const fkv_scan *scan); /* pages that the device cou
 uint32_t fkv_scan_end_page(const fkv_scan *scan);   /* first page behind the last record */
 void fkv_scan_free(fkv_scan *scan);
 
+/* ---- metadata: the manifest's log, a sealed segment's footer and directory ---- */
+typedef struct {
+    uint64_t offset;       /* of the payload, in the log */
+    uint32_t length_bytes; /* of the payload */
+    uint32_t ordinal;
+    uint16_t type;
+    uint16_t behind_damage; /* bytes that are no entry lie somewhere before */
+    uint32_t reserved;
+} fkv_manifest_row;
+/* The good entries of a log in their order; at most `room` are written. Returns how many there are.
+ */
+uint64_t fkv_manifest_walk(const uint8_t *log, uint64_t length, const uint8_t *store_uuid,
+                           fkv_manifest_row *rows, uint64_t room);
+/* FKV_OK where this page is the footer of that segment and epoch, and its sections lie between the
+ * segment's header and its footer; else FKV_DAMAGED. */
+int fkv_footer_check(const uint8_t *page, const uint8_t *segment_uuid, uint64_t epoch,
+                     uint64_t segment_bytes);
+/* Checksum of a footer's page, its own field counting as zero. */
+uint32_t fkv_footer_crc(const uint8_t *page, const uint8_t *segment_uuid, uint64_t epoch);
+typedef struct { /* offsets in the data that was checked */
+    uint64_t records_offset, record_count;
+    uint64_t blocks_offset, block_count;
+    uint64_t namespaces_offset, namespace_count;
+} fkv_directory_rows;
+/* Checks the sections of a checked footer in data[length], which begins at byte first_byte of the
+ * segment: checksums, counts, every row. FKV_OK and *rows, or FKV_DAMAGED. */
+int fkv_directory_check(const uint8_t *page, uint64_t segment_bytes, const uint8_t *data,
+                        uint64_t length, uint64_t first_byte, fkv_directory_rows *rows);
+
 /* ---- record headers, for tools ---- */
 /* Length in pages of the record header that `page` (one page) begins with, else 0. */
 uint32_t fkv_header_peek(const uint8_t *page);

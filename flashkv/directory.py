@@ -4,7 +4,9 @@ Invariants
   - the footer lies in the segment's last page, bound to the segment's uuid and epoch: a footer of
     an earlier epoch is none;
   - every section has a checksum of its own and begins on a page; unknown section types are passed
-    over.
+    over;
+  - what is right and what isn't, row by row, the data plane says (directory.c): here its verdict
+    becomes arrays.
 """
 
 from __future__ import annotations
@@ -21,11 +23,6 @@ from flashkv.native import ffi, lib, pointer
 from flashkv.segments import DIR_BLOCK, DIR_RECORD
 
 FOOTER_MAGIC: Final = b"FKVFOOTR"
-_ROWS: Final = {
-    int(lib.FKV_SECTION_DIR_RECORDS): DIR_RECORD.itemsize,
-    int(lib.FKV_SECTION_DIR_BLOCKS): DIR_BLOCK.itemsize,
-    int(lib.FKV_SECTION_DIR_NAMESPACES): limits.NAMESPACE_BYTES,
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,8 +78,14 @@ def encode(
         row.offset_bytes = first_page * limits.PAGE_BYTES + len(body)
         row.length_bytes = len(data)
         body += data.ljust(_pages(len(data)) * limits.PAGE_BYTES, b"\0")
-    footer.crc = _footer_crc(footer, b"", uuid, epoch)
-    return bytes(body), bytes(ffi.buffer(footer)).ljust(limits.PAGE_BYTES, b"\0")
+    return bytes(body), footer_page(footer, uuid, epoch)
+
+
+def footer_page(footer: Any, uuid: bytes, epoch: int) -> bytes:
+    """The page of an fkv_segment_footer, whose checksum is set."""
+    page = bytes(ffi.buffer(footer)).ljust(limits.PAGE_BYTES, b"\0")
+    footer.crc = lib.fkv_footer_crc(page, uuid, epoch)
+    return bytes(ffi.buffer(footer)).ljust(limits.PAGE_BYTES, b"\0")
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,8 @@ class Footer:
     record_count: int
     block_count: int
     last_sequence: int
+    page: bytes
+    segment_bytes: int
 
     def span(self) -> tuple[int, int]:
         """Bytes [from, to) that hold all sections."""
@@ -107,55 +112,42 @@ class Footer:
 
 def decode_footer(page: bytes, uuid: bytes, epoch: int, segment_bytes: int) -> Footer | None:
     """None where the page is no footer of this segment and epoch."""
-    size = int(ffi.sizeof("fkv_segment_footer"))
-    if len(page) != limits.PAGE_BYTES or page[:8] != FOOTER_MAGIC:
+    if len(page) != limits.PAGE_BYTES or len(uuid) != lib.FKV_UUID_BYTES:
         return None
-    row = ffi.new("fkv_segment_footer *")
-    ffi.memmove(row, page, size)
-    if (
-        row.crc != _footer_crc(row, page[size:], uuid, epoch)
-        or row.version != lib.FKV_FORMAT_VERSION
-    ):
+    if lib.fkv_footer_check(page, uuid, epoch, segment_bytes) != lib.FKV_OK:
         return None
-    if bytes(row.segment_uuid) != uuid or row.epoch != epoch or any(row.reserved):
-        return None
-    if not 1 <= row.section_count <= lib.FKV_SECTIONS_MAX:
-        return None
+    row = ffi.from_buffer("fkv_segment_footer *", page)
     sections = tuple(
         (int(s.type), int(s.offset_bytes), int(s.length_bytes), int(s.crc))
         for s in row.sections[0 : row.section_count]
     )
-    for _, offset, length, _ in sections:
-        if offset % limits.PAGE_BYTES or offset + length > segment_bytes - limits.PAGE_BYTES:
-            return None
-    return Footer(sections, int(row.record_count), int(row.block_count), int(row.last_sequence))
+    return Footer(
+        sections,
+        int(row.record_count),
+        int(row.block_count),
+        int(row.last_sequence),
+        page,
+        segment_bytes,
+    )
 
 
 def decode(footer: Footer, data: bytes | memoryview, first_byte: int) -> Directory | None:
     """The rows of the sections in `data`, which begins at first_byte.
 
-    None where a checksum is wrong.
+    None where a checksum is wrong or the rows contradict one another.
     """
-    parts: dict[int, memoryview] = {}
-    view = memoryview(data)
-    for kind, offset, length, crc in footer.sections:
-        part = view[offset - first_byte : offset - first_byte + length]
-        if len(part) != length or int(lib.fkv_crc32c(0, ffi.from_buffer(part), length)) != crc:
-            return None
-        parts[kind] = part
-    raw = [parts.get(kind, memoryview(b"")) for kind in _ROWS]
-    for part, size in zip(raw, _ROWS.values(), strict=True):
-        if len(part) % size:
-            return None
-    records, blocks = np.frombuffer(raw[0], DIR_RECORD), np.frombuffer(raw[1], DIR_BLOCK)
-    names = bytes(raw[2])
+    found = ffi.new("fkv_directory_rows *")
+    view = ffi.from_buffer("uint8_t[]", data)
+    verdict = lib.fkv_directory_check(
+        footer.page, footer.segment_bytes, view, len(view), first_byte, found
+    )
+    if verdict != lib.FKV_OK:
+        return None
+    records = np.frombuffer(data, DIR_RECORD, found.record_count, found.records_offset)
+    blocks = np.frombuffer(data, DIR_BLOCK, found.block_count, found.blocks_offset)
+    end = found.namespaces_offset + found.namespace_count * limits.NAMESPACE_BYTES
+    names = bytes(memoryview(data)[found.namespaces_offset : end])
     namespaces = [names[at : at + 32] for at in range(0, len(names), 32)]
-    if len(records) != footer.record_count or len(blocks) != footer.block_count:
-        return None
-    if int(records["block_count"].sum()) != len(blocks):
-        return None
-    if len(records) and int(records["namespace_ordinal"].max()) >= len(namespaces):
-        return None
     return Directory(records, blocks, namespaces, footer.last_sequence)
 
 
@@ -167,16 +159,6 @@ def _bloom(blocks: NDArray[Any]) -> bytes:
         pointer(filter_, "uint8_t *"), size, pointer(digests, "uint8_t *"), len(digests), 16
     )
     return filter_.tobytes()
-
-
-def _footer_crc(footer: Any, rest: bytes, uuid: bytes, epoch: int) -> int:
-    """Of the whole page with the crc field zero, seeded by segment uuid and epoch."""
-    kept = int(footer.crc)
-    footer.crc = 0
-    page = bytes(ffi.buffer(footer)) + rest
-    footer.crc = kept
-    seed = crc32c(0, uuid + epoch.to_bytes(8, "little"))
-    return crc32c(seed, page.ljust(limits.PAGE_BYTES, b"\0"))
 
 
 def _pages(size: Any) -> Any:

@@ -20,11 +20,13 @@ from numpy.typing import NDArray
 from flashkv.checksums import CRC_FIELD, crc32c
 from flashkv.errors import NotAStoreError, SuperblockError
 from flashkv.folder import SEGMENTS, SUPERBLOCKS, manifest_name
-from flashkv.native import dtype_of, ffi, lib
+from flashkv.native import dtype_of, ffi, lib, pointer
 from flashkv.superblock import Superblock
 
 KILL: Final = dtype_of("fkv_manifest_kill")
-_ENTRY_BYTES: Final = int(ffi.sizeof("fkv_manifest_entry"))
+_LOST: Final = frozenset((errno.ENOENT, errno.EIO, errno.ENODATA, errno.EUCLEAN, errno.EBADMSG))
+_ROW: Final = dtype_of("fkv_manifest_row")
+_ENTRY_BYTES_USUAL: Final = 48  # a head of 16 and the smallest payload
 
 
 @dataclass
@@ -159,30 +161,19 @@ def _entries(data: bytes, store_uuid: bytes) -> Iterable[tuple[int, bytes, bool]
 
     The log ends where no good entry follows: a torn tail. Where one does, it was damaged.
     """
-    at = ordinal = 0
-    damaged = False
-    while at + _ENTRY_BYTES <= len(data):
-        entry = _entry_at(data, at, ordinal, store_uuid)
-        if entry is None:
-            damaged = True
-            at += 8
-            continue
-        kind, ordinal, payload = entry
-        yield kind, payload, damaged
-        at += _ENTRY_BYTES + (len(payload) + 7 & ~7)
-        ordinal += 1
+    rows = np.zeros(len(data) // _ENTRY_BYTES_USUAL + 1, _ROW)
+    count = _walk(data, store_uuid, rows)
+    if count > len(rows):  # of entries that this version knows there can't be so many
+        rows = np.zeros(count, _ROW)
+        count = _walk(data, store_uuid, rows)
+    for row in rows[:count]:
+        at, length = int(row["offset"]), int(row["length_bytes"])
+        yield int(row["type"]), data[at : at + length], bool(row["behind_damage"])
 
 
-def _entry_at(data: bytes, at: int, least: int, store_uuid: bytes) -> tuple[int, int, bytes] | None:
-    """(type, ordinal, payload) of a good entry that is not before `least`."""
-    entry = ffi.from_buffer("fkv_manifest_entry *", data[at : at + _ENTRY_BYTES])
-    end = at + _ENTRY_BYTES + entry.length_bytes
-    likely = least <= entry.ordinal < least + len(data) and not entry.reserved
-    if not likely or end > len(data):
-        return None
-    if crc32c(crc32c(0, store_uuid), data[at + 4 : end]) != entry.crc:
-        return None
-    return int(entry.type), int(entry.ordinal), data[at + _ENTRY_BYTES : end]
+def _walk(data: bytes, store_uuid: bytes, rows: NDArray[Any]) -> int:
+    room = pointer(rows, "fkv_manifest_row *")
+    return int(lib.fkv_manifest_walk(data, len(data), store_uuid, room, len(rows)))
 
 
 # ---- writing

@@ -104,9 +104,7 @@ def hostile(**fields: int) -> directory.Footer | None:
             setattr(row.sections[1], name.removeprefix("section_"), value)
         else:
             setattr(row, name, value)
-    row.crc = directory._footer_crc(row, b"", UUID, 7)
-    page = bytes(ffi.buffer(row)).ljust(PAGE, b"\0")
-    return directory.decode_footer(page, UUID, 7, SEGMENT)
+    return directory.decode_footer(directory.footer_page(row, UUID, 7), UUID, 7, SEGMENT)
 
 
 @pytest.mark.parametrize(
