@@ -14,7 +14,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +25,7 @@ import numpy.typing as npt
 
 from flashkv import limits
 from flashkv.errors import BackendError, ClosedError
+from flashkv.filesystem import DISK, FileSystem
 from flashkv.native import address, aligned_array, dtype_of, ffi, lib, pointer
 
 Array = npt.NDArray[Any]
@@ -34,10 +34,12 @@ BACKENDS: Final = {
     "auto": ("io_uring", "threads"),
     "io_uring": ("io_uring",),
     "threads": ("threads",),
+    "sim": ("sim",),
 }
 _NATIVE_BACKENDS: Final = {
     "io_uring": lib.FKV_BACKEND_IO_URING,
     "threads": lib.FKV_BACKEND_THREADS,
+    "sim": lib.FKV_BACKEND_SIM,
 }
 
 WRITE_DTYPE: Final = dtype_of("fkv_write")
@@ -70,14 +72,17 @@ class BlockIO:
         header_cache_bytes: int = limits.HEADER_CACHE_BYTES,
         direct_io: bool = True,
         probe_file: str | os.PathLike[str] | None = None,
+        files: FileSystem = DISK,
     ) -> None:
         """Opens the first backend that passes a probe on `folder`'s file system.
 
         folder: where a nameless temporary file of one page may be written.
         probe_file: an existing file of at least one page, to be read instead; nothing is written.
         direct_io: False asks for buffered I/O even where direct I/O works.
+        files: what the files lie on; it may ask for a backend of its own.
         Raises BackendError where no backend works, OSError where the folder or file can't be used.
         """
+        backend = files.backend or backend
         if backend not in BACKENDS:
             raise BackendError(
                 f"the I/O backend must be one of {', '.join(BACKENDS)}", value=repr(backend)
@@ -91,6 +96,7 @@ class BlockIO:
             "read_buffer_bytes": read_buffer_bytes,
             "header_cache_bytes": header_cache_bytes,
         }
+        self._files = files
         self._pid = os.getpid()
         self._engine: Any = ffi.NULL
         self._held: dict[int, object] = {}
@@ -98,7 +104,7 @@ class BlockIO:
         self.direct_io = False
         self.memory_alignment = 1
         self.offset_alignment = 1
-        with _probe_descriptor(folder, probe_file) as (fd, writable):
+        with _probe_descriptor(files, folder, probe_file) as (fd, writable):
             alignment = _direct_alignment(fd, writable) if direct_io else None
             if alignment is not None:
                 self.direct_io = True
@@ -131,6 +137,7 @@ class BlockIO:
         options = ffi.new("fkv_engine_options *", self._settings)
         options.backend = _NATIVE_BACKENDS[name]
         options.memory_alignment = self.memory_alignment
+        options.sim = self._files.device
         error = ffi.new("char[]", 256)
         engine = lib.fkv_engine_open(options, error, 256)
         return engine, "" if engine != ffi.NULL else ffi.string(error).decode(errors="replace")
@@ -175,26 +182,20 @@ class BlockIO:
     def open_file(
         self, path: str | os.PathLike[str], *, create: bool = False, writable: bool = False
     ) -> int:
-        """File descriptor for this engine's I/O; the caller closes it with os.close().
+        """File descriptor for this engine's I/O; the caller gives it to close_file().
 
         create: makes the file where it is missing. Symbolic links are not followed. Raises OSError.
         """
-        flags = os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_RDWR if writable else os.O_RDONLY)
+        flags = os.O_NOFOLLOW | (os.O_RDWR if writable else os.O_RDONLY)
         if create:
             flags |= os.O_CREAT
         if self.direct_io:
             flags |= os.O_DIRECT
-        return os.open(path, flags, 0o644)
+        return self._files.open(Path(path), flags)
 
-    def preallocate(self, fd: int, length_bytes: int) -> bool:
-        """Makes a file `length_bytes` long, never shorter than it is.
-
-        False: the file system can't reserve space, the file is sparse. Raises OSError (ENOSPC).
-        """
-        status = lib.fkv_preallocate(fd, length_bytes)
-        if status < 0:
-            raise OSError(-status, os.strerror(-status), f"{length_bytes} bytes for a segment")
-        return bool(status == 0)
+    def close_file(self, fd: int) -> None:
+        """Closes a file of open_file()."""
+        self._files.close(fd)
 
     # ---- single extents: results are 0 or -errno ----
 
@@ -293,19 +294,19 @@ def backend_available(name: str) -> bool:
 
 @contextmanager
 def _probe_descriptor(
-    folder: str | os.PathLike[str], probe_file: str | os.PathLike[str] | None
+    files: FileSystem,
+    folder: str | os.PathLike[str],
+    probe_file: str | os.PathLike[str] | None,
 ) -> Iterator[tuple[int, bool]]:
     """(fd, writable) of a file to try I/O on; buffered, its flags may be changed."""
     if probe_file is not None:
-        fd = os.open(probe_file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            yield fd, False
-        finally:
-            os.close(fd)
-        return
-    # O_TMPFILE where the file system has it: nothing can be left behind.
-    with tempfile.TemporaryFile(dir=Path(folder), buffering=0) as file:
-        yield file.fileno(), True
+        fd = files.open(Path(probe_file), os.O_RDONLY | os.O_NOFOLLOW)
+    else:
+        fd = files.temporary(Path(folder))
+    try:
+        yield fd, probe_file is None
+    finally:
+        files.close(fd)
 
 
 def _direct_alignment(fd: int, writable: bool) -> tuple[int, int] | None:

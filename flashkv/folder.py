@@ -16,6 +16,7 @@ SUPERBLOCKS: Final = ("superblock.a", "superblock.b")
 SEGMENTS: Final = "segments"
 NEW_LOG: Final = "manifest.new"
 _SHARD_FILE: Final = re.compile(r"lock|superblock\.[ab]|manifest-\d+\.log|manifest\.new")
+_LOG: Final = re.compile(r"manifest-\d+\.log")
 _SEGMENT_FILE: Final = re.compile(r"\d{8}\.seg")
 
 
@@ -34,6 +35,11 @@ def is_own_file(shard: Path, folder: Path, name: str) -> bool:
 def manifest_name(generation: int) -> str:
     """The file name of a log."""
     return f"manifest-{generation:08d}.log"
+
+
+def is_log(name: str) -> bool:
+    """Whether a file of this name is a manifest log."""
+    return _LOG.fullmatch(name) is not None
 
 
 def reserve_of(capacity_bytes: int) -> int:

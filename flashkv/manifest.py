@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,12 @@ from numpy.typing import NDArray
 
 from flashkv import limits
 from flashkv.errors import StoreError
+from flashkv.filesystem import DISK, FileSystem
 from flashkv.folder import (
     NEW_LOG,
     SEGMENTS,
     SUPERBLOCKS,
+    is_log,
     manifest_name,
     reserve_of,
     segment_path,
@@ -50,8 +53,15 @@ def new_uuid() -> bytes:
 class Manifest:
     """The log that is open for writing. Calls are made under the store's writer lock."""
 
-    def __init__(self, folder: Path, superblock: Superblock, state: ManifestState) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        superblock: Superblock,
+        state: ManifestState,
+        files: FileSystem = DISK,
+    ) -> None:
         self.folder = folder
+        self._files = files
         self.superblock = superblock
         self.state = state
         self.bytes_written = 0
@@ -66,14 +76,20 @@ class Manifest:
     # ---- creation ----
 
     @classmethod
-    def create(cls, folder: Path, superblock: Superblock) -> Manifest:
-        """A new shard in an empty folder; durable on return."""
-        (folder / SEGMENTS).mkdir()
-        manifest = cls(folder, superblock, ManifestState())
+    def create(cls, folder: Path, superblock: Superblock, files: FileSystem = DISK) -> Manifest:
+        """A new shard in a folder; durable on return. What a try before left there goes.
+
+        Raises StoreError, OSError.
+        """
+        for name in files.names(folder):
+            if name == SEGMENTS:
+                files.remove_folder(folder / name)
+            elif is_log(name):
+                files.unlink(folder / name)
+        files.make_folder(folder / SEGMENTS)
+        manifest = cls(folder, superblock, ManifestState(), files)
         manifest.checkpoint()
         manifest.checkpoint()  # the second one writes the other superblock
-        sync_folder(folder.parent)
-        sync_folder(folder.parent.parent)
         return manifest
 
     # ---- entries ----
@@ -130,9 +146,9 @@ class Manifest:
             self.checkpoint()  # the state has these entries already
             return
         try:
-            _write_all(self._fd, data)
+            self._files.write(self._fd, data)
             if sync:
-                os.fdatasync(self._fd)
+                self._files.sync_data(self._fd)
         except OSError:
             self.checkpoint()  # never the same file again; raises if that fails as well
             return
@@ -152,8 +168,8 @@ class Manifest:
         Raises StoreError where the folder can't be written. Which log rules on flash is uncertain
         then, so nothing is appended to either: the next entry tries again.
         """
-        block = self.superblock
-        generation = block.manifest_generation + 1
+        files = self._files
+        generation = self.superblock.manifest_generation + 1
         path = self.folder / manifest_name(generation)
         self._ordinal = 0
         data = b"".join(
@@ -162,17 +178,15 @@ class Manifest:
         new = self.folder / NEW_LOG
         self._uncertain = True
         try:
-            fd = os.open(
-                new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644
-            )
+            fd = files.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW)
             try:
-                _write_all(fd, data)
-                os.fsync(fd)
-                new.rename(path)  # a log of this name, of a try that failed, was whole as well
-                sync_folder(self.folder)
+                files.write(fd, data)
+                files.sync(fd)
+                files.rename(new, path)  # one that a failed try left was whole as well
+                files.sync_folder(self.folder)
                 self._point_to(generation)
             except OSError:
-                os.close(fd)
+                files.close(fd)
                 raise
         except OSError as error:
             raise StoreError(f"can't write the manifest {path.name}: {error}") from error
@@ -193,16 +207,17 @@ class Manifest:
                 "manifest_generation": generation,
             }
         )
+        files = self._files
         path = self.folder / SUPERBLOCKS[new.generation % 2]
-        existed = path.exists()
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        existed = files.exists(path)
+        fd = files.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW)
         try:
-            _write_all(fd, new.encode())
-            os.fsync(fd)
+            files.write(fd, new.encode())
+            files.sync(fd)
         finally:
-            os.close(fd)
+            files.close(fd)
         if not existed:
-            sync_folder(self.folder)
+            files.sync_folder(self.folder)
         self.superblock = new
 
     def _state_entries(self, generation: int) -> Iterable[tuple[int, bytes]]:
@@ -226,18 +241,20 @@ class Manifest:
 
     def _remove_old(self, generation: int) -> None:
         """Logs that no superblock needs: the one before stays until the next checkpoint."""
-        for path in self.folder.glob("manifest-*.log"):
-            if path.name not in (manifest_name(generation), manifest_name(generation - 1)):
-                path.unlink(missing_ok=True)
+        kept = (manifest_name(generation), manifest_name(generation - 1))
+        with suppress(OSError):  # what stays now goes with the next one
+            for name in self._files.names(self.folder):
+                if is_log(name) and name not in kept:
+                    self._files.unlink(self.folder / name)
 
     # ---- segment files ----
 
     def create_segment(self, segment: int) -> Path:
         """An empty file for a segment, its folder entry durable."""
         path = segment_path(self.folder, segment)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        os.close(fd)
-        sync_folder(path.parent)
+        fd = self._files.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        self._files.close(fd)
+        self._files.sync_folder(path.parent)
         return path
 
     def remove_segment(self, segment: int) -> None:
@@ -245,26 +262,24 @@ class Manifest:
 
         Its last epoch stays known, so that a file of that name never looks new.
         """
-        segment_path(self.folder, segment).unlink(missing_ok=True)
-        sync_folder(self.folder / SEGMENTS)
+        self._files.unlink(segment_path(self.folder, segment))
+        self._files.sync_folder(self.folder / SEGMENTS)
 
     def close(self) -> None:
         """Closes the file; what was synced is durable."""
         if self._fd >= 0:
-            os.close(self._fd)
+            self._files.close(self._fd)
             self._fd = -1
 
 
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes the folder's entries durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def make_folders(files: FileSystem, folder: Path) -> None:
+    """Makes a folder, and those above it that are missing, durably. Raises OSError."""
+    if files.is_folder(folder):
+        return
+    make_folders(files, folder.parent)
     try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        files.make_folder(folder)
+    except FileExistsError:  # another process made it meanwhile
+        if not files.is_folder(folder):
+            raise
+    files.sync_folder(folder.parent)

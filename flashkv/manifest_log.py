@@ -9,6 +9,7 @@ Invariants
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from flashkv.checksums import CRC_FIELD, crc32c
 from flashkv.errors import NotAStoreError, SuperblockError
+from flashkv.filesystem import DISK, FileSystem
 from flashkv.folder import SEGMENTS, SUPERBLOCKS, manifest_name
 from flashkv.native import dtype_of, ffi, lib, pointer
 from flashkv.superblock import Superblock
@@ -82,47 +84,62 @@ class ManifestState:
 # ---- reading
 
 
-def read_superblock(folder: Path) -> Superblock:
+def read_superblock(folder: Path, files: FileSystem = DISK) -> Superblock:
     """The ruling superblock. Raises NotAStoreError, FormatError, SuperblockError."""
     found: list[Superblock] = []
     present = 0
     for name in SUPERBLOCKS:
         path = folder / name
-        if not path.is_file():
+        if not files.is_file(path):
             continue
         present += 1
-        block = Superblock.decode(path.read_bytes(), str(path))
+        data = _read(files, path)
+        block = None if data is None else Superblock.decode(data, str(path))
         if block is not None:
             found.append(block)
     if found:
         block = max(found, key=lambda block: block.generation)
-        return block if len(found) == len(SUPERBLOCKS) else _with_last_log(folder, block)
-    if not present and not (folder / SEGMENTS).exists():
+        return block if len(found) == len(SUPERBLOCKS) else _with_last_log(folder, block, files)
+    if not present and not files.exists(folder / SEGMENTS):
         raise NotAStoreError(
             f"{folder} holds no superblock", advice="give the folder of a flashkv store"
         )
     raise SuperblockError(f"both superblocks of {folder} are damaged or missing")
 
 
-def _with_last_log(folder: Path, block: Superblock) -> Superblock:
+def _read(files: FileSystem, path: Path) -> bytes | None:
+    """A file's bytes; None where it is gone or the device can't read it.
+
+    Raises OSError for what is not the file's fault: it must not pass for a loss.
+    """
+    try:
+        return files.read(path)
+    except OSError as error:
+        if error.errno in _LOST:
+            return None
+        raise
+
+
+def _with_last_log(folder: Path, block: Superblock, files: FileSystem) -> Superblock:
     """The block, or where a log follows its own, with that log.
 
     The other superblock is lost. If it was the ruling one, it named a log that is whole; without
     that log deleted blocks would come back.
     """
     later = replace(block, manifest_generation=block.manifest_generation + 1)
-    return later if read_state(folder, later)[1] else block
+    return later if read_state(folder, later, files)[1] else block
 
 
-def read_state(folder: Path, superblock: Superblock) -> tuple[ManifestState, bool]:
+def read_state(
+    folder: Path, superblock: Superblock, files: FileSystem = DISK
+) -> tuple[ManifestState, bool]:
     """The state that the log gives, and whether the log was there and began rightly.
 
     A log that ends in garbage ends there; a log that is lost gives an empty state (False).
     """
     state = ManifestState()
-    try:
-        data = (folder / manifest_name(superblock.manifest_generation)).read_bytes()
-    except OSError:
+    data = _read(files, folder / manifest_name(superblock.manifest_generation))
+    if data is None:
         return state, False
     began = False
     for kind, payload, behind_damage in _entries(data, superblock.store_uuid):

@@ -34,10 +34,11 @@ from flashkv.errors import (
     StoreError,
     SuperblockError,
 )
+from flashkv.filesystem import DISK, FileSystem
 from flashkv.folder import SEGMENTS, SHARD, SUPERBLOCKS
 from flashkv.geometry import KVGeometry
 from flashkv.index import Index
-from flashkv.manifest import Manifest, new_uuid
+from flashkv.manifest import Manifest, make_folders, new_uuid
 from flashkv.manifest_log import ManifestState, read_state, read_superblock
 from flashkv.options import Options, parse_bytes
 from flashkv.recovery import RecoveryReport
@@ -54,8 +55,9 @@ _open_shards: set[str] = set()
 class ShardLock:
     """The right to write a shard; given back by release(), or by the end of the process."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, files: FileSystem = DISK) -> None:
         """Raises LockedError."""
+        self._files = files
         self._name = os.path.realpath(folder)
         with _registry_lock:
             if self._name in _open_shards:
@@ -63,13 +65,11 @@ class ShardLock:
                     f"{folder} is open for writing in this process",
                     advice="close that handle first",
                 )
-            self._fd = os.open(
-                folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644
-            )
+            self._fd = files.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                os.close(self._fd)
+                files.close(self._fd)
                 raise LockedError(
                     f"{folder} is open for writing in another process",
                     advice="close it there, or open with read_only=True",
@@ -80,12 +80,12 @@ class ShardLock:
         """Gives the lock back."""
         with _registry_lock:
             _open_shards.discard(self._name)
-            os.close(self._fd)
+            self._files.close(self._fd)
 
     def forget(self) -> None:
         """In a forked child: the lock stays the parent's."""
         _open_shards.discard(self._name)
-        os.close(self._fd)
+        self._files.close(self._fd)
 
 
 @contextmanager
@@ -109,37 +109,37 @@ def access_errors(path: Path) -> Iterator[None]:
         raise kind(f"{path} can't be opened: {error}") from error
 
 
-def prepare_folder(path: Path, *, read_only: bool, may_create: bool) -> Path:
+def prepare_folder(path: Path, files: FileSystem, *, read_only: bool, may_create: bool) -> Path:
     """The shard's folder, made where it is missing.
 
     may_create: a geometry was given. Raises NotAStoreError, StoreAccessError, GeometryError.
     """
     with access_errors(path):
-        if path.exists() and not path.is_dir():
+        if path.exists() and not files.is_folder(path):
             raise NotAStoreError(
                 f"{path} is a file, not a folder", advice="give the path of a folder"
             )
         folder = path / SHARD
         if read_only:
-            if not folder.is_dir():
+            if not files.is_folder(folder):
                 raise NotAStoreError(
                     f"{path} holds no flashkv store", advice="open it for writing once to make one"
                 )
         else:
-            if not may_create and not folder.is_dir():
+            if not may_create and not files.is_folder(folder):
                 raise _no_geometry(path)
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folders(files, folder)
             if not os.access(folder, os.W_OK | os.X_OK):
                 raise StoreAccessError(f"no permission to write {folder}")
         return folder
 
 
-def is_new(folder: Path) -> bool:
+def is_new(folder: Path, files: FileSystem = DISK) -> bool:
     """No store yet, or one whose creation never came to its first superblock."""
-    if any((folder / name).exists() for name in SUPERBLOCKS):
+    if any(files.exists(folder / name) for name in SUPERBLOCKS):
         return False
     segments = folder / SEGMENTS
-    return not (segments.is_dir() and any(segments.iterdir()))
+    return not (files.is_folder(segments) and files.names(segments))
 
 
 def _no_geometry(path: Path) -> GeometryError:
@@ -156,19 +156,15 @@ def create(
     geometry: KVGeometry | None,
     options: Options,
     now_ms: int,
+    files: FileSystem,
 ) -> Manifest:
     """A new, empty shard. Raises GeometryError, CapacityError, StoreError."""
     if geometry is None:
         raise _no_geometry(path)
-    capacity_bytes = given_capacity(capacity) or default_capacity(path)
+    capacity_bytes = given_capacity(capacity) or default_capacity(path, files)
     largest = max(tokens for _, tokens in options.growth)
     asked = None if options.segment_bytes is None else int(options.segment_bytes)
     segment_bytes = choose_segment_bytes(capacity_bytes, geometry, asked, largest)
-    for left in (folder / SEGMENTS, *folder.glob("manifest-*.log")):
-        if left.is_dir():
-            left.rmdir()
-        else:
-            left.unlink(missing_ok=True)
     block = Superblock(
         store_uuid=new_uuid(),
         segment_bytes=segment_bytes,
@@ -176,7 +172,7 @@ def create(
         geometry_json=geometry.to_json(),
         created_ms=now_ms,
     )
-    return Manifest.create(folder, block)
+    return Manifest.create(folder, block, files)
 
 
 def given_capacity(capacity: int | str | None) -> int | None:
@@ -209,23 +205,25 @@ def stored_geometry(block: Superblock, given: KVGeometry | None, path: Path) -> 
     return stored
 
 
-def load_manifest(folder: Path) -> tuple[Superblock, ManifestState, bool]:
+def load_manifest(
+    folder: Path, files: FileSystem = DISK
+) -> tuple[Superblock, ManifestState, bool]:
     """Superblock, state and whether the log was whole, for a reader beside a writer or a writer's
     own open.
     """
     for attempt in range(READ_TRIES):
-        block = read_superblock(folder)
-        state, found = read_state(folder, block)
+        block = read_superblock(folder, files)
+        state, found = read_state(folder, block, files)
         if found or attempt == READ_TRIES - 1:
             return block, state, found
         time.sleep(0.01)
     raise SuperblockError(f"{folder} changes all the time")  # pragma: no cover
 
 
-def open_io(folder: Path, options: Options, *, read_only: bool) -> BlockIO:
+def open_io(folder: Path, options: Options, files: FileSystem, *, read_only: bool) -> BlockIO:
     """The I/O engine for the shard. Raises BackendError."""
-    files = (folder / name for name in SUPERBLOCKS)
-    whole = (path for path in files if path.is_file() and path.stat().st_size >= limits.PAGE_BYTES)
+    paths = (folder / name for name in SUPERBLOCKS)
+    whole = (path for path in paths if path.is_file() and path.stat().st_size >= limits.PAGE_BYTES)
     probe = next(whole, None)
     return BlockIO(
         folder,
@@ -238,6 +236,7 @@ def open_io(folder: Path, options: Options, *, read_only: bool) -> BlockIO:
         header_cache_bytes=int(options.header_cache_bytes),
         direct_io=options.direct_io,
         probe_file=probe if read_only else None,
+        files=files,
     )
 
 
@@ -263,10 +262,10 @@ def forget_namespaces(state: ManifestState, index: Index, namespace_ids: dict[by
 
 
 def begin_log(
-    folder: Path, block: Superblock, state: ManifestState, capacity_bytes: int
+    folder: Path, block: Superblock, state: ManifestState, capacity_bytes: int, files: FileSystem
 ) -> Manifest:
     """A writer's own log: the state, compacted, with the present capacity."""
-    manifest = Manifest(folder, replace(block, capacity_bytes=capacity_bytes), state)
+    manifest = Manifest(folder, replace(block, capacity_bytes=capacity_bytes), state, files)
     manifest.checkpoint()
     return manifest
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from flashkv import directory, limits
 from flashkv.blockio import BlockIO, aligned_array
 from flashkv.errors import StoreError
+from flashkv.filesystem import DISK, FileSystem
 from flashkv.folder import SEGMENTS
 from flashkv.index import Index
 from flashkv.manifest_log import KILL, ManifestState
@@ -80,6 +81,7 @@ class Recovery:
         io: BlockIO,
         state: ManifestState,
         namespace_ids: dict[bytes, int],
+        files: FileSystem = DISK,
         *,
         writable: bool,
         digest_bytes: int = limits.DIGEST_BYTES,
@@ -91,13 +93,14 @@ class Recovery:
         self._io = io
         self._state = state
         self._namespace_ids = namespace_ids
+        self._files = files
         self._writable = writable
         self._digest_bytes = digest_bytes
 
     def run(self) -> RecoveryReport:
         """Opens every segment file. Raises StoreError where one can't be opened at all."""
         unsealed: list[Segment] = []
-        files = segment_files(self._segments.folder)
+        files = segment_files(self._segments.folder, self._files)
         open_files_max(len(files))
         for number, path in files:
             segment = self._segments.add(number)
@@ -106,11 +109,11 @@ class Recovery:
             except OSError as error:
                 advice = "raise the limit on open files (ulimit -n)" * (error.errno == errno.EMFILE)
                 raise StoreError(f"can't open {path}: {error}", advice=advice) from error
-            header = self._header(segment) or self._header_by_log(segment, path)
+            header = self._header(segment) or self._header_by_log(segment)
             if header is None or not self._live(segment, header):
                 self._segments.publish(segment)
                 continue
-            if self._load(segment, path):
+            if self._load(segment):
                 unsealed.append(segment)
         self._choose_open(unsealed)
         self.report.blocks = int(self._index.totals().blocks)
@@ -130,13 +133,13 @@ class Recovery:
         segment.uuid = header.segment_uuid
         return header
 
-    def _header_by_log(self, segment: Segment, path: Path) -> SegmentHeader | None:
+    def _header_by_log(self, segment: Segment) -> SegmentHeader | None:
         """What the log knows of a segment with a damaged header, if its contents bear it out."""
         state, number = self._state, segment.number
         if number in state.freed or number not in state.uuids:
             return None
         segment.uuid, segment.epoch = state.uuids[number], state.epochs[number]
-        found = self._sealed(segment, count=False) or self._scanned(segment, path, count=False)
+        found = self._sealed(segment, count=False) or self._scanned(segment, count=False)
         if not len(found.records):
             return None  # it was being made, or all of it is gone
         self.report.damaged_headers += 1
@@ -166,7 +169,7 @@ class Recovery:
             self._state.opened(segment.number, header.epoch, header.segment_uuid)
         return True
 
-    def _load(self, segment: Segment, path: Path) -> bool:
+    def _load(self, segment: Segment) -> bool:
         """Fills the index from one live segment.
 
         True if it has no directory and may be filled on.
@@ -174,7 +177,7 @@ class Recovery:
         found = self._sealed(segment)
         sealed = found is not None
         if found is None:
-            found = self._scanned(segment, path)
+            found = self._scanned(segment)
         found = without_retired(found, self._state.retired)
         self._index.begin_segment(segment.number, segment.epoch)
         kills = matching_kills(self._state.kills_of(segment.number), found.records)
@@ -216,8 +219,9 @@ class Recovery:
         self.report.last_sequence = max(self.report.last_sequence, footer.last_sequence)
         return Contents(rows.records, rows.blocks, rows.namespaces, first // limits.PAGE_BYTES)
 
-    def _scanned(self, segment: Segment, path: Path, *, count: bool = True) -> Contents:
-        end_page = min(segment.end_page, path.stat().st_size // limits.PAGE_BYTES)
+    def _scanned(self, segment: Segment, *, count: bool = True) -> Contents:
+        length = self._files.length_bytes(segment.fd)
+        end_page = min(segment.end_page, length // limits.PAGE_BYTES)
         contents, damaged, unreadable = scan(
             self._io, segment, FIRST_PAGE, max(end_page, FIRST_PAGE), verify=True
         )
@@ -284,16 +288,17 @@ def scan_records(
     return (records, blocks, namespaces, next_page), int(damaged), int(unreadable)
 
 
-def segment_files(folder: Path) -> list[tuple[int, Path]]:
+def segment_files(folder: Path, files: FileSystem = DISK) -> list[tuple[int, Path]]:
     """(number, path) of every segment file, by number."""
     found = []
-    for path in (folder / SEGMENTS).iterdir():
-        match = _NAME.fullmatch(path.name)
+    for name in files.names(folder / SEGMENTS):
+        match = _NAME.fullmatch(name)
         if not match or int(match.group(1)) >= limits.SEGMENT_COUNT_MAX:
             continue
-        if path.is_file() and not path.is_symlink():
+        path = folder / SEGMENTS / name
+        if files.is_file(path) and not path.is_symlink():
             found.append((int(match.group(1)), path))
-    return sorted(found)
+    return found
 
 
 def without_retired(found: Contents, retired: dict[bytes, int]) -> Contents:

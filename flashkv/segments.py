@@ -11,7 +11,6 @@ Invariants
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -155,7 +154,7 @@ class Segments:
     def close_file(self, segment: Segment) -> None:
         """Closes the segment's file."""
         if segment.fd >= 0:
-            os.close(segment.fd)
+            self._io.close_file(segment.fd)
             segment.fd = -1
 
     def in_state(self, *states: SegmentState) -> list[Segment]:

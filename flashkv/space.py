@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from flashkv import limits
 from flashkv.blockio import BlockIO
 from flashkv.errors import CapacityError, StoreError
+from flashkv.filesystem import DISK, FileSystem
 from flashkv.folder import is_own_file, reserve_of, segment_path
 from flashkv.geometry import DType, KVGeometry
 from flashkv.index import Index
@@ -106,33 +107,36 @@ def choose_segment_bytes(
     return size
 
 
-def default_capacity(path: Path) -> int:
+def default_capacity(path: Path, files: FileSystem = DISK) -> int:
     """Half of what the file system has free: a cache never fills a disk by default.
 
     Raises CapacityError where the file system doesn't tell.
     """
-    if not os.statvfs(path).f_blocks:
+    if not files.size_bytes(path):
         raise CapacityError(
             f"the file system of {path} doesn't tell how much is free", advice="give a capacity"
         )
-    return free_bytes(path) // 2
+    return files.free_bytes(path) // 2
 
 
-def default_floor(path: Path) -> int:
+def default_floor(path: Path, files: FileSystem = DISK) -> int:
     """What stays free on the file system unless the options say otherwise."""
-    status = os.statvfs(path)
-    share = int(status.f_blocks * status.f_frsize * limits.FREE_FLOOR_FRACTION)
-    return min(limits.FREE_FLOOR_BYTES, share)
+    return min(limits.FREE_FLOOR_BYTES, int(files.size_bytes(path) * limits.FREE_FLOOR_FRACTION))
 
 
 def make_budget(
-    path: Path, own: Path, capacity_bytes: int, segment_bytes: int, floor: int | str | None
+    path: Path,
+    own: Path,
+    capacity_bytes: int,
+    segment_bytes: int,
+    floor: int | str | None,
+    files: FileSystem = DISK,
 ) -> Budget:
     """The budget of a store at `path` whose files lie in `own`. Raises CapacityError."""
     budget = Budget(
         capacity_bytes,
         segment_bytes,
-        default_floor(path) if floor is None else int(floor),
+        default_floor(path, files) if floor is None else int(floor),
         disk_usage(path, own),
     )
     budget = replace(budget, files_max=open_files_max(budget.segments_max))
@@ -147,34 +151,22 @@ def make_budget(
     return budget
 
 
-def free_bytes(path: Path) -> int:
-    """Bytes that this user can still write on the file system.
-
-    Without bound where it has no number of blocks (ramfs, some network file systems).
-    """
-    status = os.statvfs(path)
-    return status.f_bavail * status.f_frsize if status.f_blocks else 1 << 62
-
-
 def disk_usage(root: Path, own: Path | None = None) -> int:
     """Bytes on disk below `root`, as du counts them.
 
     own: a shard's folder; then without the shard's own files.
     """
     total = 0
-    for folder, _, files in os.walk(root):
-        here = Path(folder)
-        if own is not None:
-            files = [name for name in files if not is_own_file(own, here, name)]  # noqa: PLW2901
-        total += sum(_blocks_bytes(here / name) for name in files)
-    return total
-
-
-def _blocks_bytes(path: Path) -> int:
     try:
-        return path.lstat().st_blocks * 512
-    except OSError:  # it went meanwhile
-        return 0
+        with os.scandir(root) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    total += disk_usage(Path(entry.path), own)
+                elif own is None or not is_own_file(own, root, entry.name):
+                    total += entry.stat(follow_symlinks=False).st_blocks * 512
+    except OSError:  # it went meanwhile, or others keep it for themselves
+        pass
+    return total
 
 
 class Space:
@@ -191,10 +183,12 @@ class Space:
         io: BlockIO,
         clock_ms: Callable[[], int],
         unless_leased: Callable[[int, Callable[[], int]], int | None],
+        files: FileSystem = DISK,
     ) -> None:
         """root: the store's folder, of which others may use a part. unless_leased: see Leases."""
         self.budget = budget
         self._root = root
+        self._files = files
         self.low_watermark, self.high_watermark = watermarks
         self.evicted_blocks = 0
         self.evicted_segments = 0
@@ -235,12 +229,12 @@ class Space:
 
     def _reserve(self, segment: Segment) -> bool:
         """Gives the segment's file all of its space; a file that was found cut short lacks some."""
-        lacks = self.budget.segment_bytes - os.fstat(segment.fd).st_blocks * 512
-        if lacks > 0 and free_bytes(self._segments.folder) - lacks < self.budget.floor_bytes:
+        lacks = self.budget.segment_bytes - self._files.allocated_bytes(segment.fd)
+        if lacks > 0 and self._spare_bytes() < lacks:
             self.floor_refusals += 1
             return False
         try:
-            if not self._io.preallocate(segment.fd, self.budget.segment_bytes):
+            if not self._files.preallocate(segment.fd, self.budget.segment_bytes):
                 self.fallocate_refusals += 1
         except OSError:  # the disk filled meanwhile: as if there were no room
             self.floor_refusals += 1
@@ -250,7 +244,7 @@ class Space:
     def _new_file(self) -> Segment | None:
         if self._segments.count_files() >= self.budget.segments_max:
             return None
-        if free_bytes(self._segments.folder) - self.budget.segment_bytes < self.budget.floor_bytes:
+        if self._spare_bytes() < self.budget.segment_bytes:
             self.floor_refusals += 1
             return None
         number = self._unused_number()
@@ -275,7 +269,7 @@ class Space:
             segment = self._segments.get(number)
             if segment is not None and (segment.has_file() or segment.state != SegmentState.FREE):
                 continue
-            if not os.path.lexists(segment_path(self._segments.folder, number)):
+            if not self._files.exists(segment_path(self._segments.folder, number)):
                 return number
         raise AssertionError
 
@@ -315,8 +309,12 @@ class Space:
     def _room(self) -> int:
         """Segments that can be had: the capacity's, or what the free floor leaves."""
         files = self._segments.count_files()
-        spare = max(0, free_bytes(self._segments.folder) - self.budget.floor_bytes)
-        return max(1, min(self.budget.segments_max, files + spare // self.budget.segment_bytes))
+        more = self._spare_bytes() // self.budget.segment_bytes
+        return max(1, min(self.budget.segments_max, files + more))
+
+    def _spare_bytes(self) -> int:
+        """What the file system has above the free floor."""
+        return max(0, self._files.free_bytes(self._segments.folder) - self.budget.floor_bytes)
 
     def reclaim(self, wanted: int, kills: Callable[[], NDArray[Any]]) -> int:
         """Drops the records of up to `wanted` segments; returns how many became free."""

@@ -38,6 +38,7 @@ from flashkv.errors import (
     ReadOnlyStoreError,
     StoreError,
 )
+from flashkv.filesystem import DISK, FileSystem
 from flashkv.folder import reserve_of
 from flashkv.gate import Gate
 from flashkv.geometry import DType, KVGeometry
@@ -45,7 +46,6 @@ from flashkv.identity import WHOLE, Identity, Shard
 from flashkv.index import Index
 from flashkv.leases import Leases
 from flashkv.manifest import Manifest
-from flashkv.manifest_log import read_superblock
 from flashkv.namespace import Namespace
 from flashkv.native import aligned_array
 from flashkv.options import Options
@@ -112,8 +112,10 @@ class Store:
         options: Options,
         *,
         read_only: bool,
+        files: FileSystem = DISK,
     ) -> None:
         self.path = path
+        self._files = files
         self.options = options
         self.read_only = read_only
         self.counters = Counters()
@@ -127,12 +129,12 @@ class Store:
         self._namespaces: dict[tuple[bytes, bytes], Namespace] = {}
         self._namespace_ids: dict[bytes, int] = {}
         self._folder = opening.prepare_folder(
-            path, read_only=read_only, may_create=geometry is not None
+            path, files, read_only=read_only, may_create=geometry is not None
         )
         self._lock: opening.ShardLock | None = None
         with opening.access_errors(path):
             if not read_only:
-                self._lock = opening.ShardLock(self._folder)
+                self._lock = opening.ShardLock(self._folder, files)
             try:
                 self._start(capacity, geometry)
             except BaseException:
@@ -144,17 +146,18 @@ class Store:
     # ---- starting ----
 
     def _start(self, capacity: int | str | None, geometry: KVGeometry | None) -> None:
-        options, folder = self.options, self._folder
-        if not self.read_only and opening.is_new(folder):
+        options, folder, files = self.options, self._folder, self._files
+        if not self.read_only and opening.is_new(folder, files):
             manifest = opening.create(
-                folder, self.path, capacity, geometry, options, self.clock_ms()
+                folder, self.path, capacity, geometry, options, self.clock_ms(), files
             )
             manifest.close()
-        block, state, log_found = opening.load_manifest(folder)
+        block, state, log_found = opening.load_manifest(folder, files)
         self.geometry = opening.stored_geometry(block, geometry, self.path)
+        self.superblock = block
         self.store_uuid = block.store_uuid
         self.capacity_bytes = opening.given_capacity(capacity) or block.capacity_bytes
-        self.io = opening.open_io(folder, options, read_only=self.read_only)
+        self.io = opening.open_io(folder, options, files, read_only=self.read_only)
         self.index = Index()
         self.segments = Segments(folder, self.io, block.segment_bytes, block.store_uuid)
         self.leases = Leases(self.index)
@@ -164,6 +167,7 @@ class Store:
             self.io,
             state,
             self._namespace_ids,
+            files,
             writable=not self.read_only,
             digest_bytes=self.digest_bytes,
         )
@@ -186,13 +190,19 @@ class Store:
 
     def _start_writer(self, segment_bytes: int) -> None:
         options, state = self.options, self.manifest_state
+        files = self._files
         budget = make_budget(
-            self.path, self._folder, self.capacity_bytes, segment_bytes, options.free_floor_bytes
+            self.path,
+            self._folder,
+            self.capacity_bytes,
+            segment_bytes,
+            options.free_floor_bytes,
+            files,
         )
         # The log is begun anew with every open: what it says is then what recovery found.
         opening.settle_state(state, self.recovery, self.index, self._namespace_ids)
         self.manifest: Manifest = opening.begin_log(
-            self._folder, read_superblock(self._folder), state, self.capacity_bytes
+            self._folder, self.superblock, state, self.capacity_bytes, files
         )
         self.staging = Staging(int(options.staging_bytes))
         self.space = Space(
@@ -205,6 +215,7 @@ class Store:
             self.io,
             self.clock_ms,
             self.leases.unless_held,
+            files,
         )
         self.writer = SegmentWriter(
             self.segments,

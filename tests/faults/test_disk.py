@@ -556,7 +556,7 @@ def test_store_object_after_faults_is_plain(store_path: Path) -> None:
             def full(*_: object) -> None:
                 raise OSError(28, "No space left on device")
 
-            patch.setattr("flashkv.manifest._write_all", full)
+            patch.setattr("flashkv.filesystem.FileSystem.write", full)
             outcome: set[str] = set()
             for number in range(0, 60, 5):
                 keys = [b"some-%d" % n for n in range(number, number + 5)]

@@ -28,8 +28,9 @@ from store_support import (
     present,
 )
 
-from flashkv import BlockStatus, DurabilityError, Namespace, Store, StoreError, manifest
+from flashkv import BlockStatus, DurabilityError, Namespace, Store, StoreError
 from flashkv.blockio import BlockIO
+from flashkv.filesystem import FileSystem
 
 KIND: Kind = KINDS[4]  # 200 kB: a few puts fill a segment
 KEYS = [b"key-%d" % number for number in range(70)]
@@ -103,35 +104,18 @@ def _no_memory(fault: Fault, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockIO, "write_submit", call)
 
 
-class _Os:
-    """The os module, as one module sees it, with one function that fails."""
-
-    def __init__(self, fault: Fault, name: str) -> None:
-        original = getattr(os, name)
-
-        def call(*arguments: Any, **named: Any) -> Any:
-            if fault.now():
-                raise OSError(fault.code, os.strerror(fault.code))
-            return original(*arguments, **named)
-
-        setattr(self, name, call)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(os, name)
-
-
 FAULTS: dict[str, tuple[int, Callable[[Fault, pytest.MonkeyPatch], None]]] = {
     "write": (errno.EIO, lambda f, p: _result(f, p, "write")),
     "async write": (errno.EIO, _reaped),
     "async write, full disk": (errno.ENOSPC, _reaped),
     "write_submit": (errno.ENOMEM, _no_memory),
     "sync": (errno.EIO, lambda f, p: _result(f, p, "sync")),
-    "preallocate": (errno.ENOSPC, lambda f, p: _raises(f, p, BlockIO, "preallocate")),
+    "preallocate": (errno.ENOSPC, lambda f, p: _raises(f, p, FileSystem, "preallocate")),
     "open_file": (errno.EMFILE, lambda f, p: _raises(f, p, BlockIO, "open_file")),
-    "log write": (errno.ENOSPC, lambda f, p: _raises(f, p, manifest, "_write_all")),
-    "log fdatasync": (errno.EIO, lambda f, p: p.setattr(manifest, "os", _Os(f, "fdatasync"))),
-    "log fsync": (errno.EIO, lambda f, p: p.setattr(manifest, "os", _Os(f, "fsync"))),
-    "folder sync": (errno.EIO, lambda f, p: _raises(f, p, manifest, "sync_folder")),
+    "log write": (errno.ENOSPC, lambda f, p: _raises(f, p, FileSystem, "write")),
+    "log fdatasync": (errno.EIO, lambda f, p: _raises(f, p, FileSystem, "sync_data")),
+    "log fsync": (errno.EIO, lambda f, p: _raises(f, p, FileSystem, "sync")),
+    "folder sync": (errno.EIO, lambda f, p: _raises(f, p, FileSystem, "sync_folder")),
 }
 
 

@@ -14,7 +14,7 @@ import pytest
 from small_stores import IDENTITY, MIB, assert_equal, make, names, payload, small_disk
 
 from flashkv import BlockStatus
-from flashkv.blockio import BlockIO
+from flashkv.filesystem import FileSystem
 
 BLOCKS = payload(1, 300)
 
@@ -52,12 +52,12 @@ def test_a_disk_that_fills_meanwhile(folder: Path, monkeypatch: pytest.MonkeyPat
         namespace = store.namespace(IDENTITY)
         assert namespace.put(names(300), BLOCKS).all_ok
 
-        def full(self: BlockIO, fd: int, length_bytes: int) -> bool:
+        def full(self: FileSystem, fd: int, length_bytes: int) -> bool:
             if os.fstat(fd).st_blocks * 512 < length_bytes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return True
 
-        monkeypatch.setattr(BlockIO, "preallocate", full)
+        monkeypatch.setattr(FileSystem, "preallocate", full)
         for batch in range(6):
             result = namespace.put(names(300, f"{batch}-"), BLOCKS)
             assert set(result.statuses.tolist()) <= {BlockStatus.OK}

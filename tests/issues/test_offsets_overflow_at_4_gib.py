@@ -28,6 +28,7 @@ from small_stores import (
 
 from flashkv import BlockStatus, GeometryError, KVGeometry, OptionsError, limits, options
 from flashkv.blockio import WRITE_DTYPE, BlockIO
+from flashkv.filesystem import FileSystem
 from flashkv.native import address, aligned_array
 
 GIB = 1 << 30
@@ -61,11 +62,11 @@ def sparse(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments of 5 GiB that take no space: beyond what options allow."""
     monkeypatch.setattr(limits, "SEGMENT_BYTES_MAX", 8 * GIB)
     monkeypatch.setattr(
-        BlockIO,
+        FileSystem,
         "preallocate",
         lambda _, fd, length_bytes: os.ftruncate(fd, length_bytes) is not None,
     )
-    monkeypatch.setattr("flashkv.space.free_bytes", lambda _: 1 << 50)
+    monkeypatch.setattr(FileSystem, "free_bytes", lambda *_: 1 << 50)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

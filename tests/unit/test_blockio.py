@@ -18,6 +18,7 @@ from io_support import BACKENDS, disk_folder, noise, open_file, reap_all, write_
 from flashkv import blockio
 from flashkv.blockio import WRITE_DTYPE, BlockIO
 from flashkv.errors import BackendError, ClosedError
+from flashkv.filesystem import DISK
 from flashkv.native import aligned_array, ffi, lib
 
 MIB = 1 << 20
@@ -126,7 +127,7 @@ def test_memory_file_system() -> None:
     data, back = noise(MIB), aligned_array(MIB)
     try:
         with BlockIO("/dev/shm") as io, open_file(io, name) as fd:
-            assert io.preallocate(fd, MIB) in (True, False)
+            assert DISK.preallocate(fd, MIB) in (True, False)
             assert io.write(fd, data, 0) == 0
             assert io.sync([fd]).tolist() == [0]
             assert io.read(fd, back, 0) == 0
@@ -199,18 +200,18 @@ def test_open_file_flags(folder: Path, io: BlockIO) -> None:
 
 def test_preallocation(folder: Path, io: BlockIO) -> None:
     with open_file(io, folder / "f") as fd:
-        reserved = io.preallocate(fd, 3 * MIB + 4096)
+        reserved = DISK.preallocate(fd, 3 * MIB + 4096)
         status = os.fstat(fd)
         assert status.st_size == 3 * MIB + 4096
         if reserved:
             assert 3 * MIB + 4096 <= status.st_blocks * 512 <= 3 * MIB + 64 * 1024
-        assert io.preallocate(fd, 4096) in (True, False)
+        assert DISK.preallocate(fd, 4096) in (True, False)
         assert os.fstat(fd).st_size == 3 * MIB + 4096, "never shortens"
         with pytest.raises(OSError, match="bytes for a segment") as caught:
-            io.preallocate(fd, 1 << 62)
+            DISK.preallocate(fd, 1 << 62)
         assert caught.value.errno in (errno.EFBIG, errno.ENOSPC)
     with pytest.raises(OSError, match="Bad file descriptor"):
-        io.preallocate(1_000_000, 4096)
+        DISK.preallocate(1_000_000, 4096)
 
 
 def test_arguments_that_cannot_be_right(folder: Path, io: BlockIO) -> None:

@@ -21,7 +21,7 @@ LEVELS: list[set[str]] = [
     {"_native", "limits", "gate"},
     {"errors", "native"},
     {"checks"},
-    {"dtypes", "options", "openfiles"},
+    {"dtypes", "options", "openfiles", "filesystem"},
     {"geometry", "arrays", "checksums", "folder"},
     {"layout", "identity", "staging", "superblock"},
     {"memory", "stats", "manifest_log"},

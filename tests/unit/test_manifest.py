@@ -22,8 +22,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from flashkv import FormatError, NotAStoreError, StoreError, SuperblockError, manifest
+from flashkv import FormatError, NotAStoreError, StoreError, SuperblockError
 from flashkv.checksums import with_crc
+from flashkv.filesystem import FileSystem
 from flashkv.folder import SUPERBLOCKS, is_own_file
 from flashkv.manifest import Manifest
 from flashkv.manifest_log import KILL, ManifestState, read_state, read_superblock
@@ -255,8 +256,8 @@ class LogMachine(RuleBasedStateMachine):
 
         after: dict[str, Any] | None = None
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(manifest, "_write_all", failing(manifest._write_all))
-            patch.setattr(manifest, "sync_folder", failing(manifest.sync_folder))
+            patch.setattr(FileSystem, "write", failing(FileSystem.write))
+            patch.setattr(FileSystem, "sync_folder", failing(FileSystem.sync_folder))
             try:
                 self.kill(segment, 3)
             except StoreError:
@@ -366,17 +367,17 @@ def test_a_torn_entry_is_never_appended_to(
 ) -> None:
     """After a failed write the log goes on in a new file; if that fails too, nowhere."""
     log.segment_opened(0, 1, b"a" * 16)
-    real = manifest._write_all
+    real = FileSystem.write
     torn = {"left": 1}
 
-    def half(fd: int, data: bytes) -> None:
+    def half(files: FileSystem, fd: int, data: bytes) -> None:
         if torn["left"]:
             torn["left"] -= 1
             os.write(fd, data[: len(data) // 2])
             raise OSError(errno.ENOSPC, "full")
-        real(fd, data)
+        real(files, fd, data)
 
-    monkeypatch.setattr(manifest, "_write_all", half)
+    monkeypatch.setattr(FileSystem, "write", half)
     log.kill(kills((0, 1, 1, 1, 0)), sync=True)
     assert facts(reread(folder)) == facts(log.state)
     torn["left"] = 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -73,14 +74,13 @@ def test_header_of_another_version() -> None:
 
 
 class NoIO:
-    """open_file only."""
-
-    direct_io = False
+    """open_file and close_file only."""
 
     def open_file(self, path: Path, *, create: bool, writable: bool) -> int:  # noqa: ARG002
-        import os
-
         return os.open(path, os.O_RDWR if writable else os.O_RDONLY)
+
+    def close_file(self, fd: int) -> None:
+        os.close(fd)
 
 
 def make(folder: Path) -> Segments:

@@ -26,6 +26,7 @@ from store_support import (
 )
 
 from flashkv import CapacityError, KVGeometry, Store
+from flashkv.filesystem import DISK
 from flashkv.folder import reserve_of
 from flashkv.index import Keys
 from flashkv.space import (
@@ -34,7 +35,6 @@ from flashkv.space import (
     default_capacity,
     default_floor,
     disk_usage,
-    free_bytes,
     make_budget,
 )
 
@@ -93,7 +93,7 @@ def test_segment_size_has_room(capacity: int, layers: int, heads: int) -> None:
 
 def test_defaults(disk_path: Path) -> None:
     assert default_floor(disk_path) <= 256 * MIB
-    assert abs(default_capacity(disk_path) - free_bytes(disk_path) // 2) < GIB
+    assert abs(default_capacity(disk_path) - DISK.free_bytes(disk_path) // 2) < GIB
 
 
 def test_disk_usage_is_du(disk_path: Path) -> None:
