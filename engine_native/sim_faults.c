@@ -121,7 +121,7 @@ sim_op *sim_pick(fkv_sim *sim, bool *answer, uint64_t *wake_ns)
         }
         others = true;
         if (s->due_ns <= now || sim->stopping) {
-            if (ready == NULL || s->key < ready->key) ready = s;
+            if (ready == NULL || s->key <= ready->key) ready = s; /* or a window of 2 were none */
         } else {
             if (s->due_ns < *wake_ns) *wake_ns = s->due_ns;
             if (s->early && !s->carried && early == NULL) early = s;

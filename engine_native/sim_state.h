@@ -21,7 +21,7 @@ struct sim_op {
     sim_op *next, *previous; /* in the order of submission */
     fkv_io_op *op;
     uint64_t index; /* of submission */
-    uint64_t key;   /* the lowest is answered first */
+    uint64_t key;   /* the lowest is answered first, of equal ones the later */
     uint64_t due_ns;
     uint64_t late_left; /* later operations to wait for */
     fkv_sim_fault outcome;
