@@ -1,16 +1,24 @@
-"""A native engine on a simulated device, without a store around it."""
+"""A native engine on a simulated device, without a store around it; and files for it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
+from io_support import write_rows
 from simulation.device import Device
 
 from flashkv.blockio import WRITE_DTYPE
 from flashkv.native import ffi, lib, pointer
+
+PAGE: Final = 4096
+RETRIES: Final = 4
 
 
 class Engine:
@@ -22,7 +30,7 @@ class Engine:
             "queue_depth": 8,
             "workers": 1,
             "io_threads": 1,
-            "retries": 4,
+            "retries": RETRIES,
             "memory_alignment": 1,
             "read_buffer_bytes": 1 << 20,
             "header_cache_bytes": 1 << 20,
@@ -90,3 +98,31 @@ class Engine:
         counters = ffi.new("fkv_engine_counters *")
         lib.fkv_engine_counters_get(self.engine, counters)
         return {name: getattr(counters, name) for name in dir(counters)}
+
+
+@contextmanager
+def open_plain(path: Path, flags: int = 0) -> Iterator[int]:
+    """A file for reading and writing; buffered where the flags don't say otherwise."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o600)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def file_content(fd: int) -> bytes:
+    """All of a small file, past the engine."""
+    return os.pread(fd, 1 << 24, 0)
+
+
+def page_rows(fd: int, data: np.ndarray, count: int) -> np.ndarray:
+    """Rows for Engine.submit(): the first pages of `data`, each a write to its place."""
+    return write_rows(fd, data, [(i * PAGE, PAGE) for i in range(count)])
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Fails after 20 seconds."""
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
