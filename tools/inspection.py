@@ -11,12 +11,13 @@ Invariants
 from __future__ import annotations
 
 import os
-import re
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flashkv import limits
 from flashkv.errors import FormatError, NotAStoreError
@@ -25,33 +26,38 @@ from flashkv.index import Index
 from flashkv.manifest_log import ManifestState, read_state
 from flashkv.opening import READ_TRIES
 from flashkv.recovery import matching_kills, segment_files, without_retired
-from flashkv.segments import decode_header
 from flashkv.superblock import Superblock
 
+from .evidence import QUIET, read_any_log, stand_in
 from .segment_view import (
     ReadFile,
     SegmentView,
+    bound_by_footer,
     contents_of,
     decoded,
-    first_page,
     read_whole,
     sealed,
     walk_segment,
 )
 
-_LOG_NAME: Final = re.compile(r"manifest-(\d+)\.log")
-
 
 class StoreView:
     """What the files of a store say at one time."""
 
-    def __init__(self, path: Path) -> None:
-        """path: of the store, or of a shard in it. Raises NotAStoreError, FormatError, OSError."""
+    def __init__(self, path: Path, *, salvage: bool = False) -> None:
+        """path: of the store, or of a shard in it. Raises NotAStoreError, FormatError, OSError.
+
+        salvage: where the log that rules is lost, the newest other one is used, and footers tell
+        what damaged segment headers don't: more than an open of the store looks for.
+        """
         self.path = path
-        self.folder = _shard_folder(path)
+        self.folder = shard_folder(path)
+        self.salvage = salvage
         self.superblocks: dict[str, Superblock | None] = {}
         self.superblock_faults: dict[str, str] = {}
+        self.log_used: int | None = None  # generation of the log that the state is from
         self.block, self.state, self.manifest_found = self._read_log()
+        self.dropped: list[NDArray[Any]] = []  # superseded blocks, fkv_dropped rows; by index()
         self.segments: dict[int, SegmentView] = {}
         self._index: Index | None = None
         self.namespace_ids: dict[bytes, int] = {}
@@ -86,34 +92,44 @@ class StoreView:
         return max(good, key=lambda block: block.generation, default=None)
 
     def _block_of_segments(self) -> Superblock:
-        """A stand-in for two lost superblocks, from the segments' headers and the newest log."""
-        generations = [
-            int(match.group(1))
-            for path in self.folder.iterdir()
-            if (match := _LOG_NAME.fullmatch(path.name))
-        ]
-        generation = max(generations, default=0)
-        for _, path in self._segment_files():
-            header = decode_header(first_page(path))
-            if header is not None:
-                return Superblock(header.store_uuid, header.segment_bytes, 0, b"", 0, 0, generation)
-        if not generations and not any(
-            (self.folder / name).exists() for name in (*SUPERBLOCKS, SEGMENTS)
-        ):
+        """A stand-in for two lost superblocks, from the segments' headers and the logs."""
+        block = stand_in(self.folder)
+        if block is not None:
+            return block
+        if not any((self.folder / name).exists() for name in (*SUPERBLOCKS, SEGMENTS)):
             raise NotAStoreError(
                 f"{self.path} holds no flashkv store", advice="give the folder of a store"
             )
-        return Superblock(bytes(16), 0, 0, b"", 0, 0, generation)
+        return Superblock(bytes(16), 0, 0, b"", 0, 0, 0)
 
     def _read_log(self) -> tuple[Superblock, ManifestState, bool]:
         """As opening.load_manifest, without refusals: a writer may begin a new log meanwhile."""
         for _ in range(READ_TRIES):
-            block = self._read_superblocks() or self._block_of_segments()
-            state, found = read_state(self.folder, block)
+            right = self._read_superblocks()
+            block = right or self._block_of_segments()
+            if right is not None and self.superblock_faults:  # the other may have ruled, as for
+                later = replace(block, manifest_generation=block.manifest_generation + 1)
+                block = later if self._state_of(later)[1] else block  # read_superblock()
+            state, found = self._state_of(block)
             if found:
-                break
+                self.log_used = block.manifest_generation
+                return block, state, True
             time.sleep(0.01)
-        return block, state, found
+        other = read_any_log(self.folder, block) if self.salvage else None
+        if other is not None:
+            state, self.log_used = other
+        return block, state, False
+
+    def _state_of(self, block: Superblock) -> tuple[ManifestState, bool]:
+        try:
+            return read_state(self.folder, block, QUIET)
+        except OSError:  # a link or folder in its place, or no permission
+            return ManifestState(), False
+
+    @property
+    def superblocks_lost(self) -> bool:
+        """Neither is right: the store refuses to open."""
+        return not any(block is not None for block in self.superblocks.values())
 
     @property
     def manifest_path(self) -> Path:
@@ -124,7 +140,7 @@ class StoreView:
 
     def _segment_files(self) -> list[tuple[int, Path]]:
         try:
-            return segment_files(self.folder)
+            return segment_files(self.folder, QUIET)
         except OSError:
             return []
 
@@ -142,7 +158,8 @@ class StoreView:
                 number, path, header, bytes(16), known, size // limits.PAGE_BYTES - 1, False
             )
             segment.file_bytes = file.size
-            if header is not None and header.segment == number:
+            mine = header is not None and header.store_uuid == self.block.store_uuid
+            if header is not None and mine and header.segment == number:
                 segment.uuid, segment.epoch = header.segment_uuid, header.epoch
                 segment.counts = header.epoch > known or (header.epoch == known and not freed)
                 if header.epoch > known:  # by the log it isn't there yet, or the log was lost
@@ -150,9 +167,19 @@ class StoreView:
             elif known and not freed and number in self.state.uuids:
                 segment.uuid, segment.by_log = self.state.uuids[number], True
                 segment.counts = True
+            elif self.salvage and not self.manifest_found and not known:
+                self._by_footer(segment, file)
             if segment.counts:
                 self._fill(segment, file)
         return segment
+
+    def _by_footer(self, segment: SegmentView, file: ReadFile) -> None:
+        """What a footer says of itself, where neither header nor log tell uuid and epoch."""
+        bound = bound_by_footer(segment, file)
+        if bound is not None:
+            segment.uuid, segment.epoch = bound
+            segment.counts = segment.by_log = True
+            self.state.opened(segment.number, segment.epoch, segment.uuid)
 
     def _fill(self, segment: SegmentView, file: ReadFile) -> None:
         """Contents by the directory, else by a walk; in flux where the epoch moves meanwhile."""
@@ -199,7 +226,9 @@ class StoreView:
             kills = self.state.kills_of(segment.number)
             kills = matching_kills(kills[kills["epoch"] == segment.epoch], found.records)
             ids = np.array([self._id_of(digest) for digest in found.namespaces], np.uint32)
-            self._index.add(segment.number, found.records, found.blocks, ids, kills)
+            dropped = self._index.add(segment.number, found.records, found.blocks, ids, kills)
+            if len(dropped):
+                self.dropped.append(dropped)
         return self._index
 
     def _id_of(self, digest: bytes) -> int:
@@ -226,7 +255,8 @@ class StoreView:
         return any("FLOCK" in line and f" {device}" in line for line in locks.splitlines())
 
 
-def _shard_folder(path: Path) -> Path:
+def shard_folder(path: Path) -> Path:
+    """The folder of the store's shard. Raises NotAStoreError."""
     if not path.exists():
         raise NotAStoreError(f"{path} does not exist", advice="give the folder of a store")
     if not path.is_dir():

@@ -1,8 +1,8 @@
 """The manifest's log entry by entry: what it holds, and whether it ends well.
 
-Invariant: an end that a writer or a crash may have left (an entry cut short, or zeros) is
-`unfinished`; an entry of full length with a wrong checksum, or one with good entries behind it, is
-damage.
+Invariant: an end that a writer or a crash may have left (an entry cut short, zeros, a sector that
+was not written) is `unfinished`; an entry of full length with a wrong checksum, or one with good
+entries behind it, is damage.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ ENTRY_NAMES: Final = {
 }
 PAYLOAD_BYTES_MAX: Final = 4096 * int(ffi.sizeof("fkv_manifest_kill"))
 """The longest that is written: a batch of kills; an identity is shorter."""
+_SECTOR: Final = 512
+_ZEROS: Final = 32
 _ENTRY: Final = int(ffi.sizeof("fkv_manifest_entry"))
 _KILL: Final = int(ffi.sizeof("fkv_manifest_kill"))
 _FIXED: Final = {
@@ -110,7 +112,7 @@ def _damage(data: bytes, at: int, ordinal: int, store_uuid: bytes) -> str:
     for later in range(at + 8, min(len(data), at + limits.MIB), 8):
         if _entry_end(data, later, None, store_uuid) is not None:
             return f"entry {ordinal} at byte {at} is damaged; good entries follow and are not used"
-    if len(rest) < _ENTRY:
+    if len(rest) < _ENTRY or _lost_sector(data, at):
         return ""
     entry = ffi.from_buffer("fkv_manifest_entry *", rest[:_ENTRY])
     length = int(entry.length_bytes)
@@ -118,6 +120,16 @@ def _damage(data: bytes, at: int, ordinal: int, store_uuid: bytes) -> str:
     if plausible and len(rest) < _ENTRY + length:
         return ""
     return f"the last entry, {ordinal} at byte {at}, is damaged"
+
+
+def _lost_sector(data: bytes, at: int) -> bool:
+    """Whether a sector that lies behind `at`, or its part that does, was never written.
+
+    A crash may keep the later ones of an append. Entries have no such runs of zeros.
+    """
+    starts = [at, *range((at // _SECTOR + 1) * _SECTOR, len(data), _SECTOR)]
+    parts = [data[a : (a // _SECTOR + 1) * _SECTOR] for a in starts]
+    return any(len(part) >= _ZEROS and not any(part) for part in parts)
 
 
 def _fits(kind: int, length: int) -> bool:

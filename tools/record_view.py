@@ -259,6 +259,33 @@ class HeaderView:
                     for head in range(int(row["heads"])):
                         yield layer, plane, head, row
 
+    def blocks_in(self, page: int) -> set[int]:
+        """Ordinals of the blocks that have bytes in a payload page."""
+        facts = self.blocks()
+        if self["codec"] != lib.FKV_CODEC_RAW:
+            here = [stripe for stripe in self.stripes() if stripe.page == page]
+            return {
+                block.ordinal
+                for block in facts
+                if any(
+                    stripe.first_token < block.first_token + block.tokens
+                    and block.first_token < stripe.first_token + stripe.tokens
+                    for stripe in here
+                )
+            }
+        rows = np.frombuffer(self.tlv(lib.FKV_TLV_PLANES), PLANE_ROW)
+        token_bytes = sum(
+            int(row["layers"]) * int(row["heads"]) * int(row["vector_bytes"]) for row in rows
+        )
+        unit = limits.PAGE_BYTES if self["flags"] & lib.FKV_RECORD_ALIGNED else 1
+        found, at = set(), 0
+        for block in facts:
+            end = at + block.tokens * token_bytes
+            if at < (page + 1) * limits.PAGE_BYTES and end > page * limits.PAGE_BYTES:
+                found.add(block.ordinal)
+            at = -(-end // unit) * unit
+        return found
+
     def bad_pages(self, payload: bytes) -> list[int]:
         """Payload pages whose checksum is wrong, or that are missing from `payload`."""
         crcs = self.page_crcs()

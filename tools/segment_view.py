@@ -23,6 +23,7 @@ from flashkv.native import ffi, lib
 from flashkv.recovery import Contents
 from flashkv.segments import DIR_BLOCK, DIR_RECORD, FIRST_PAGE, SegmentHeader, decode_header
 
+from .evidence import QUIET
 from .record_view import HeaderView
 
 WINDOW_PAGES: Final = 256
@@ -33,11 +34,7 @@ class ReadFile:
 
     def __init__(self, path: Path) -> None:
         """Raises OSError."""
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-        try:
-            self._fd = os.open(path, flags | os.O_NOATIME)
-        except PermissionError:  # only the owner may leave the access time alone
-            self._fd = os.open(path, flags)
+        self._fd = QUIET.open(path, os.O_RDONLY | os.O_NONBLOCK)
         self.path = path
         self.unreadable: set[int] = set()
         self._window: tuple[int, bytes] = (0, b"")
@@ -88,16 +85,11 @@ class ReadFile:
             first, data = self._window = number, self.pages(number, WINDOW_PAGES)
         return data[(number - first) * size : (number - first + 1) * size]
 
-    def whole(self) -> bytes:
-        """All bytes. Raises OSError."""
-        return self._read(0, self.size)
-
 
 def read_whole(path: Path) -> bytes | None:
     """A small file's bytes; None where it isn't there or can't be read."""
     try:
-        with ReadFile(path) as file:
-            return file.whole()
+        return QUIET.read(path)
     except OSError:
         return None
 
@@ -198,9 +190,16 @@ def gaps(records: Any, end: int) -> list[tuple[int, int]]:
     return found
 
 
-def contents_of(walked: list[Walked]) -> Contents:
-    """Rows of the data records whose pages are all right."""
+def contents_of(walked: list[Walked], *, whole: bool = True) -> Contents:
+    """Rows of the data records whose pages are all right.
+
+    whole False: of those in front of the last such record that lack pages, too.
+    """
     good = [w for w in walked if not w.bad_pages]
+    next_page = max((w.end_page for w in good), default=FIRST_PAGE)
+    if not whole:
+        starts = [w.view.page for w in walked[1:]] + [next_page]
+        good = [w for w, end in zip(walked, starts, strict=True) if w.end_page <= end]
     data = [w.view for w in good if w.view["kind"] == lib.FKV_KIND_DATA]
     names: dict[bytes, int] = {}
     records = np.zeros(len(data), DIR_RECORD)
@@ -218,16 +217,7 @@ def contents_of(walked: list[Walked]) -> Contents:
         part["ordinal"] = np.arange(len(facts))
         blocks.append(part)
     joined = np.concatenate(blocks) if blocks else np.zeros(0, DIR_BLOCK)
-    next_page = max((w.end_page for w in good), default=FIRST_PAGE)
     return Contents(records, joined, list(names), next_page)
-
-
-def first_page(path: Path) -> bytes:
-    try:
-        with ReadFile(path) as file:
-            return file.pages(0, 1)
-    except OSError:
-        return b""
 
 
 def sealed(segment: SegmentView, file: ReadFile) -> Contents | None:
@@ -246,6 +236,26 @@ def sealed(segment: SegmentView, file: ReadFile) -> Contents | None:
         segment.directory_damaged = True
         return None
     return Contents(rows.records, rows.blocks, rows.namespaces, first // limits.PAGE_BYTES)
+
+
+def bound_by_footer(segment: SegmentView, file: ReadFile) -> tuple[bytes, int] | None:
+    """(uuid, epoch) by a footer whose directory is right and lists a record that lies there."""
+    size = (segment.end_page + 1) * limits.PAGE_BYTES
+    page = file.pages(segment.end_page, 1)
+    row = ffi.new("fkv_segment_footer *")
+    ffi.memmove(row, page, ffi.sizeof("fkv_segment_footer"))
+    uuid, epoch = bytes(row.segment_uuid), int(row.epoch)
+    probe = SegmentView(
+        segment.number, segment.path, None, uuid, epoch, segment.end_page, counts=True
+    )
+    footer = directory.decode_footer(page, uuid, epoch, size)
+    contents = sealed(probe, file) if footer is not None else None
+    if contents is None or not len(contents.records):
+        return None
+    # The first record is the one that a later epoch would have overwritten first.
+    first = int(contents.records[0]["page"])
+    view = header_at(file, uuid, epoch, first, segment.end_page)
+    return (uuid, epoch) if view is not None and view.good else None
 
 
 def decoded(page: bytes) -> SegmentHeader | None:

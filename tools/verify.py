@@ -10,68 +10,41 @@ Invariants
 
 from __future__ import annotations
 
-import json
+import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
-
-import numpy as np
+from typing import Final
 
 from flashkv import limits
-from flashkv.native import lib, pointer
-from flashkv.segments import DIR_RECORD
+from flashkv.folder import NEW_LOG, SEGMENTS, is_log, is_own_file, manifest_name
 
+from .evidence import QUIET
+from .findings import DAMAGE, IN_FLUX, NOTE, UNFINISHED, Finding, VerifyReport
 from .inspection import StoreView
 from .manifest_view import manifest_facts
-from .record_view import HeaderView
-from .segment_view import ReadFile, SegmentView, gaps, header_at
+from .segment_view import read_whole
+from .verify_segment import SegmentCheck
 
-DAMAGE: Final = "damage"
-IN_FLUX: Final = "in flux"
-UNFINISHED: Final = "unfinished"
-NOTE: Final = "note"
+__all__ = ["DAMAGE", "IN_FLUX", "NOTE", "UNFINISHED", "Finding", "VerifyReport", "verify"]
+
 WAITS_S: Final = (0.05, 0.1, 0.2, 0.4, 0.8)
 """Pauses before damage is believed while a writer is seen; without one the first is enough."""
-_STALE_EPOCHS: Final = 64
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that is not as it should be. page: of the segment."""
-
-    kind: str
-    what: str
-    file: str
-    segment: int | None = None
-    epoch: int | None = None
-    page: int | None = None
-
-
-@dataclass
-class VerifyReport:
-    """What was checked and found. pages: payload pages whose checksum was computed."""
-
-    findings: list[Finding] = field(default_factory=list)
-    superblocks: int = 0
-    manifest_entries: int = 0
-    segments: int = 0
-    directories: int = 0
-    records: int = 0
-    namespace_records: int = 0
-    pages: int = 0
-
-    def of(self, *kinds: str) -> list[Finding]:
-        """Findings of these kinds."""
-        return [finding for finding in self.findings if finding.kind in kinds]
+_SECTOR_BYTES: Final = 512  # what a disk writes whole or not at all
 
 
 def verify(
-    path: Path, progress: Callable[[int, int], None] = lambda _done, _all: None
+    path: Path,
+    progress: Callable[[int, int], None] = lambda _done, _all: None,
+    *,
+    salvage: bool = False,
 ) -> VerifyReport:
-    """Checks a whole store. progress(segments done, segments). Raises as StoreView()."""
-    view = StoreView(path)
+    """Checks a whole store. progress(segments done, segments); salvage: see StoreView, which
+    says what is raised.
+    """
+    view = StoreView(path, salvage=salvage)
     report = VerifyReport()
     _check(view, report, None, progress)
     waits = WAITS_S if view.writer_seen() else WAITS_S[:1]
@@ -82,7 +55,7 @@ def verify(
         time.sleep(wait)
         again = VerifyReport()
         numbers = {finding.segment for finding in suspects if finding.segment is not None}
-        _check(StoreView(path), again, numbers, lambda _done, _all: None)
+        _check(StoreView(path, salvage=salvage), again, numbers, lambda _done, _all: None)
         suspects = [finding for finding in suspects if finding in again.findings]
     report.findings = [
         _moved(finding) if finding.kind == DAMAGE and finding not in suspects else finding
@@ -92,14 +65,7 @@ def verify(
 
 
 def _moved(finding: Finding) -> Finding:
-    return Finding(
-        IN_FLUX,
-        f"changed while it was read: {finding.what}",
-        finding.file,
-        finding.segment,
-        finding.epoch,
-        finding.page,
-    )
+    return replace(finding, kind=IN_FLUX, what=f"changed while it was read: {finding.what}")
 
 
 def _check(
@@ -109,18 +75,41 @@ def _check(
     progress: Callable[[int, int], None],
 ) -> None:
     """One pass. numbers: only these segments."""
-    for name, block in view.superblocks.items():
-        report.superblocks += 1
-        if block is None or name in view.superblock_faults:
-            report.findings.append(Finding(DAMAGE, view.superblock_faults[name], name))
-        elif block.store_uuid != view.block.store_uuid:
-            report.findings.append(Finding(DAMAGE, "it belongs to another store", name))
+    _check_superblocks(view, report)
     _check_manifest(view, report)
+    _check_names(view, report)
     chosen = [s for s in view.segments.values() if numbers is None or s.number in numbers]
     for done, segment in enumerate(chosen):
         progress(done, len(chosen))
-        _SegmentCheck(view, segment, report).run()
+        SegmentCheck(view, segment, report).run()
     progress(len(chosen), len(chosen))
+
+
+def _check_superblocks(view: StoreView, report: VerifyReport) -> None:
+    for name, block in view.superblocks.items():
+        report.superblocks += 1
+        found = partial(Finding, file=name, fault="superblock")
+        if block is None or name in view.superblock_faults:
+            if _being_made(view, name):
+                what = "not written: the making of the store was cut off, it is complete without"
+                report.findings.append(found(NOTE, what))
+            else:
+                report.findings.append(found(DAMAGE, view.superblock_faults[name]))
+        elif block.store_uuid != view.block.store_uuid:
+            report.findings.append(found(DAMAGE, "it belongs to another store"))
+
+
+def _being_made(view: StoreView, name: str) -> bool:
+    """Whether the second superblock of a store in which nothing ever was is not written yet."""
+    state, path = view.state, view.folder / name
+    if view.superblocks_lost or view.block.generation != 1 or view.segments:
+        return False
+    if state.epochs or state.namespaces or state.retired:
+        return False
+    page = read_whole(path)
+    if page is None:
+        return not os.path.lexists(path)
+    return len(page) < limits.PAGE_BYTES or not any(page[:_SECTOR_BYTES])
 
 
 def _check_manifest(view: StoreView, report: VerifyReport) -> None:
@@ -128,243 +117,31 @@ def _check_manifest(view: StoreView, report: VerifyReport) -> None:
     facts = manifest_facts(view.manifest_path, block.store_uuid, block.manifest_generation)
     report.manifest_entries += sum(facts.entries.values())
     if facts.damage:
-        report.findings.append(Finding(DAMAGE, facts.damage, facts.name))
+        report.findings.append(Finding(DAMAGE, facts.damage, facts.name, fault="log"))
     elif facts.unfinished:
         what = f"bytes {facts.good_bytes} to {facts.file_bytes} are an unfinished entry"
         report.findings.append(Finding(UNFINISHED, what, facts.name))
 
 
-class _SegmentCheck:
-    """The checks of one segment."""
-
-    def __init__(self, view: StoreView, segment: SegmentView, report: VerifyReport) -> None:
-        self.view = view
-        self.segment = segment
-        self.report = report
-
-    def _add(self, kind: str, what: str, page: int | None = None) -> None:
-        segment = self.segment
-        self.report.findings.append(
-            Finding(kind, what, segment.path.name, segment.number, segment.epoch, page)
-        )
-
-    def run(self) -> None:
-        segment = self.segment
-        self.report.segments += 1
-        if segment.state == "missing":
-            self._add(DAMAGE, "the file is missing or unreadable")
-            return
-        if segment.state == "in flux":
-            self._add(IN_FLUX, "the writer uses its space again; not checked")
-            return
-        try:
-            with segment.open() as file:
-                self._file(file)
-                if segment.counts and segment.contents is not None:
-                    self._contents(file)
-                for page in sorted(file.unreadable):
-                    self._add(DAMAGE, "the device can't read this page", page)
-        except OSError as error:
-            self._add(DAMAGE, f"can't be read: {error.strerror}")
-
-    # ---- the file and its header ----
-
-    def _file(self, file: ReadFile) -> None:
-        segment, size = self.segment, self.view.block.segment_bytes
-        known = self.view.state.epochs.get(segment.number, 0)
-        begun = segment.counts or bool(known)
-        if size and file.size != size:
-            what = f"the file has {file.size} of {size} bytes"
-            self._add(DAMAGE if begun else NOTE, what)
-        header = segment.header
-        if header is None:
-            empty = not any(file.pages(0, 1))
-            if segment.counts or (not empty and segment.number not in self.view.state.freed):
-                self._add(DAMAGE, "the segment header is damaged", 0)
-            elif not empty:
-                self._add(NOTE, "the header of a free segment is damaged", 0)
-            return
-        if header.segment != segment.number:
-            self._add(DAMAGE, f"the header is that of segment {header.segment}", 0)
-        if header.store_uuid != self.view.block.store_uuid:
-            self._add(DAMAGE, "the segment belongs to another store", 0)
-        if size and header.segment_bytes != size:
-            self._add(DAMAGE, f"the header gives the segment {header.segment_bytes} bytes", 0)
-        if header.epoch < known and segment.number not in self.view.state.freed:
-            self._add(NOTE, f"epoch {known} was begun, its header was not written", 0)
-
-    # ---- what it holds ----
-
-    def _contents(self, file: ReadFile) -> None:
-        segment = self.segment
-        if segment.footer_damaged:
-            self._add(DAMAGE, "the footer is damaged", segment.end_page)
-        if segment.directory_damaged and segment.footer is not None:
-            self._bad_sections(file)
-        if segment.state == "sealed":
-            self._sealed(file)
-        else:
-            self._walked(file)
-
-    def _bad_sections(self, file: ReadFile) -> None:
-        footer = self.segment.footer
-        assert footer is not None
-        wrong = []
-        for kind, offset, length, crc in footer.sections:
-            data = file.pages(offset // limits.PAGE_BYTES, -(-length // limits.PAGE_BYTES))
-            if int(lib.fkv_crc32c(0, data[:length], length)) != crc:
-                wrong.append(kind)
-                what = f"section {kind} of the directory is damaged"
-                self._add(DAMAGE, what, offset // limits.PAGE_BYTES)
-        if not wrong:
-            self._add(DAMAGE, "the directory's sections contradict each other")
-
-    def _sealed(self, file: ReadFile) -> None:
-        contents = self.segment.contents
-        assert contents is not None
-        self.report.directories += 1
-        records = contents.records
-        starts = np.cumsum(records["block_count"], dtype=np.int64) - records["block_count"]
-        for row, start in zip(records, starts.tolist(), strict=True):
-            blocks = contents.blocks[start : start + int(row["block_count"])]
-            self._record(file, row, blocks, contents.namespaces[int(row["namespace_ordinal"])])
-        found = set()
-        for first, end in gaps(records, contents.next_page):
-            view = header_at(file, self.segment.uuid, self.segment.epoch, first, end)
-            if view is not None and view.good and view["kind"] == lib.FKV_KIND_NAMESPACE:
-                found.add(view.namespace_digest)
-                self._namespace(view)
-        for digest in contents.namespaces:
-            if digest not in found:
-                self._add(DAMAGE, f"the record of namespace {digest.hex()[:16]} is damaged or gone")
-        self._bloom(file)
-
-    def _bloom(self, file: ReadFile) -> None:
-        footer, contents = self.segment.footer, self.segment.contents
-        assert footer is not None
-        assert contents is not None
-        for kind, offset, length, _ in footer.sections:
-            if kind != lib.FKV_SECTION_BLOOM:
+def _check_names(view: StoreView, report: VerifyReport) -> None:
+    """What lies there besides: left by a crash, or with the name of a file and none."""
+    generation = view.block.manifest_generation
+    needed = {manifest_name(generation), manifest_name(generation - 1)}
+    for folder in (view.folder, view.folder / SEGMENTS):
+        for name in _names(folder):
+            if not is_own_file(view.folder, folder, name):
                 continue
-            page = offset // limits.PAGE_BYTES
-            data = file.pages(page, -(-length // limits.PAGE_BYTES))
-            digests = np.ascontiguousarray(contents.blocks["digest"])
-            hits = np.zeros(len(digests), np.uint8)
-            lib.fkv_bloom_test(
-                data,
-                length,
-                pointer(digests, "uint8_t *"),
-                len(digests),
-                pointer(hits, "uint8_t *"),
-            )
-            if not hits.all():
-                self._add(DAMAGE, "the Bloom section lacks blocks of the segment", page)
+            path = folder / name
+            if not path.is_file() or path.is_symlink():
+                report.findings.append(Finding(NOTE, "a link or folder has this name", name))
+            elif name == NEW_LOG:
+                report.findings.append(Finding(NOTE, "left of a log that was being begun", name))
+            elif is_log(name) and name not in needed:
+                report.findings.append(Finding(NOTE, "a log that nothing needs any more", name))
 
-    def _record(self, file: ReadFile, row: Any, blocks: Any, namespace: bytes) -> None:
-        page, segment = int(row["page"]), self.segment
-        self.report.records += 1
-        digests = [bytes(digest) for digest in blocks["digest"]]
-        dead = not any(self.view.live_blocks(segment, page, digests))
-        kind, suffix = (NOTE, " (nothing of it lives)") if dead else (DAMAGE, "")
-        view = header_at(file, segment.uuid, segment.epoch, page, segment.next_page())
-        if view is None or not view.good:
-            self._add(kind, f"the record header is damaged{suffix}", page)
-            return
-        wrong = [
-            name
-            for name in DIR_RECORD.names or ()
-            if name not in ("page", "namespace_ordinal", "reserved") and view[name] != row[name]
-        ]
-        if view.namespace_digest != namespace or [b.digest for b in view.blocks()] != digests:
-            wrong.append("keys")
-        if wrong:
-            what = f"record and directory differ in {', '.join(wrong)}{suffix}"
-            self._add(kind, what, page)
-            return
-        self._payload(file, view, kind, suffix)
 
-    def _payload(self, file: ReadFile, view: HeaderView, kind: str, suffix: str) -> None:
-        first = view.page + view.header_pages
-        payload = file.pages(first, view.pages - view.header_pages)
-        self.report.pages += view.pages - view.header_pages
-        for bad in view.bad_pages(payload):
-            what = f"payload page {bad} of the record at page {view.page} is damaged{suffix}"
-            self._add(kind, what, first + bad)
-
-    def _namespace(self, view: HeaderView) -> None:
-        self.report.namespace_records += 1
-        try:
-            json.loads(view.tlv(lib.FKV_TLV_NAMESPACE))
-        except ValueError:
-            self._add(DAMAGE, "the namespace record holds no JSON", view.page)
-
-    # ---- segments without a directory ----
-
-    def _walked(self, file: ReadFile) -> None:
-        end = self.segment.next_page()
-        spans = []
-        for walked in self.segment.walked:
-            view = walked.view
-            self.report.records += view["kind"] == lib.FKV_KIND_DATA
-            self.report.pages += view.pages - view.header_pages
-            if view["kind"] == lib.FKV_KIND_NAMESPACE:
-                self._namespace(view)
-            spans.append((view.page, view.pages))
-            for bad in walked.bad_pages:
-                page = view.page + view.header_pages + bad
-                if view.page >= end:
-                    what = f"the record at page {view.page} was not written to its end"
-                    self._add(UNFINISHED, what, page)
-                    break
-                what = f"payload page {bad} of the record at page {view.page} is damaged"
-                self._add(DAMAGE, what, page)
-        rows = np.array(spans, [("page", np.int64), ("pages", np.int64)])
-        for first, stop in gaps(rows, end):
-            self._gap(file, first, stop)
-        self._lost_footer(file, end)
-
-    def _gap(self, file: ReadFile, first: int, stop: int) -> None:
-        """Pages in front of a good record that belong to none: damage, or a write that was lost."""
-        segment = self.segment
-        for page in range(first, stop):
-            view = header_at(file, segment.uuid, segment.epoch, page, segment.end_page)
-            if view is None:
-                continue
-            if self._is_stale(view):
-                self._add(NOTE, f"pages {first} to {stop - 1} were never written", first)
-            else:
-                self._add(DAMAGE, "the record header is damaged", page)
-            return
-        if not any(file.pages(first, stop - first)):
-            self._add(NOTE, f"pages {first} to {stop - 1} were never written", first)
-            return
-        kind = DAMAGE if segment.epoch == 1 else NOTE
-        self._add(kind, f"pages {first} to {stop - 1} belong to no record", first)
-
-    def _is_stale(self, view: HeaderView) -> bool:
-        """Whether it is a record of an earlier epoch."""
-        segment = self.segment
-        earlier = range(segment.epoch - 1, max(0, segment.epoch - 1 - _STALE_EPOCHS), -1)
-        return any(HeaderView(view.data, segment.uuid, e, view.page).good for e in earlier)
-
-    def _lost_footer(self, file: ReadFile, end: int) -> None:
-        """A directory is written just in front of its footer: alone it tells of a lost one.
-
-        In the newest segment the writer may be about to write it, or have ended there.
-        """
-        segment, contents = self.segment, self.segment.contents
-        assert contents is not None
-        if segment.footer_damaged or segment.directory_damaged or not len(contents.records):
-            return
-        row = contents.records[0].tobytes()
-        if end < segment.end_page and file.page(end)[: len(row)] == row:
-            kind = UNFINISHED if segment.state == "open" and self._is_newest() else DAMAGE
-            self._add(kind, "the directory has no footer", segment.end_page)
-
-    def _is_newest(self) -> bool:
-        """Whether no segment began later."""
-        headers = [one.header for one in self.view.segments.values() if one.counts]
-        mine = self.segment.header
-        return mine is not None and mine.first_sequence == max(
-            header.first_sequence for header in headers if header is not None
-        )
+def _names(folder: Path) -> list[str]:
+    try:
+        return QUIET.names(folder)
+    except OSError:
+        return []
