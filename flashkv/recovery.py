@@ -5,6 +5,8 @@ Invariants
     page of every record;
   - of two versions of a block the higher sequence wins, kills hide what they name, and nothing else
     decides: free space, usage and index are derived, never stored;
+  - before a writer reads a segment, what a killed one left on its way there has arrived: nothing
+    lands later on what was taken for free;
   - damage costs what it hit: a bad directory is replaced by a scan, a bad record by none.
 """
 
@@ -106,6 +108,8 @@ class Recovery:
             segment = self._segments.add(number)
             try:
                 self._segments.open_file(segment, writable=self._writable)
+                if self._writable:
+                    self._files.settle(segment.fd)
             except OSError as error:
                 advice = "raise the limit on open files (ulimit -n)" * (error.errno == errno.EMFILE)
                 raise StoreError(f"can't open {path}: {error}", advice=advice) from error
