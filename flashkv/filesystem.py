@@ -68,6 +68,10 @@ class FileSystem:
             raise OSError(-status, os.strerror(-status), f"{length_bytes} bytes for a segment")
         return bool(status == 0)
 
+    def truncate(self, fd: int, length_bytes: int) -> None:
+        """Cuts a file that is longer; for repairs."""
+        os.ftruncate(fd, length_bytes)
+
     def settle(self, fd: int) -> None:
         """Returns once direct writes that a killed process left on their way have arrived.
 

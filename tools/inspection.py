@@ -89,6 +89,9 @@ class StoreView:
         good = [block for block in self.superblocks.values() if block is not None]
         if not good and other is not None:
             raise other
+        if self.salvage and len({block.store_uuid for block in good}) > 1:
+            mine = stand_in(self.folder)
+            good = [b for b in good if mine and b.store_uuid == mine.store_uuid] or good
         return max(good, key=lambda block: block.generation, default=None)
 
     def _block_of_segments(self) -> Superblock:

@@ -19,7 +19,16 @@ from pathlib import Path
 from typing import Final
 
 from flashkv import limits
-from flashkv.folder import NEW_LOG, SEGMENTS, is_log, is_own_file, manifest_name
+from flashkv.errors import FormatError
+from flashkv.folder import (
+    NEW_LOG,
+    SEGMENTS,
+    SUPERBLOCKS,
+    is_log,
+    is_own_file,
+    manifest_name,
+)
+from flashkv.opening import is_new
 
 from .evidence import QUIET
 from .findings import DAMAGE, IN_FLUX, NOTE, UNFINISHED, Finding, VerifyReport
@@ -99,17 +108,32 @@ def _check_superblocks(view: StoreView, report: VerifyReport) -> None:
             report.findings.append(found(DAMAGE, "it belongs to another store"))
 
 
-def _being_made(view: StoreView, name: str) -> bool:
-    """Whether the second superblock of a store in which nothing ever was is not written yet."""
-    state, path = view.state, view.folder / name
-    if view.superblocks_lost or view.block.generation != 1 or view.segments:
+def never_written(folder: Path) -> bool:
+    """Whether this is what the making of a store leaves that was cut off before its first
+    superblock: the next open makes it anew.
+    """
+    try:
+        new = is_new(folder, QUIET)
+    except FormatError:
         return False
-    if state.epochs or state.namespaces or state.retired:
-        return False
+    return new and all(_unwritten(folder / name) for name in SUPERBLOCKS)
+
+
+def _unwritten(path: Path) -> bool:
+    """Whether a superblock isn't there, or lacks what is written of it first."""
     page = read_whole(path)
     if page is None:
         return not os.path.lexists(path)
     return len(page) < limits.PAGE_BYTES or not any(page[:_SECTOR_BYTES])
+
+
+def _being_made(view: StoreView, name: str) -> bool:
+    """Whether the second superblock of a store in which nothing ever was is not written yet."""
+    state = view.state
+    if view.superblocks_lost or view.block.generation != 1 or view.segments:
+        return False
+    known = state.epochs or state.namespaces or state.retired
+    return not known and _unwritten(view.folder / name)
 
 
 def _check_manifest(view: StoreView, report: VerifyReport) -> None:
