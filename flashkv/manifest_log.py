@@ -84,8 +84,8 @@ class ManifestState:
 # ---- reading
 
 
-def read_superblock(folder: Path, files: FileSystem = DISK) -> Superblock:
-    """The ruling superblock. Raises NotAStoreError, FormatError, SuperblockError."""
+def whole_superblocks(folder: Path, files: FileSystem = DISK) -> tuple[list[Superblock], int]:
+    """(those that can be believed, how many files there are). Raises FormatError, OSError."""
     found: list[Superblock] = []
     present = 0
     for name in SUPERBLOCKS:
@@ -97,6 +97,12 @@ def read_superblock(folder: Path, files: FileSystem = DISK) -> Superblock:
         block = None if data is None else Superblock.decode(data, str(path))
         if block is not None:
             found.append(block)
+    return found, present
+
+
+def read_superblock(folder: Path, files: FileSystem = DISK) -> Superblock:
+    """The ruling superblock. Raises NotAStoreError, FormatError, SuperblockError."""
+    found, present = whole_superblocks(folder, files)
     if found:
         block = max(found, key=lambda block: block.generation)
         return block if len(found) == len(SUPERBLOCKS) else _with_last_log(folder, block, files)

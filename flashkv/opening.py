@@ -38,8 +38,8 @@ from flashkv.filesystem import DISK, FileSystem
 from flashkv.folder import SEGMENTS, SHARD, SUPERBLOCKS
 from flashkv.geometry import KVGeometry
 from flashkv.index import Index
-from flashkv.manifest import Manifest, make_folders, new_uuid
-from flashkv.manifest_log import ManifestState, read_state, read_superblock
+from flashkv.manifest import FULL_DISK, Manifest, make_folders, new_uuid
+from flashkv.manifest_log import ManifestState, read_state, read_superblock, whole_superblocks
 from flashkv.options import Options, parse_bytes
 from flashkv.recovery import RecoveryReport
 from flashkv.space import choose_segment_bytes, default_capacity
@@ -135,11 +135,14 @@ def prepare_folder(path: Path, files: FileSystem, *, read_only: bool, may_create
 
 
 def is_new(folder: Path, files: FileSystem = DISK) -> bool:
-    """No store yet, or one whose creation never came to its first superblock."""
-    if any(files.exists(folder / name) for name in SUPERBLOCKS):
-        return False
+    """No store yet, or one whose creation never came to its first whole superblock.
+
+    Where there are no segments, nothing is lost by making it anew. Raises FormatError.
+    """
     segments = folder / SEGMENTS
-    return not (files.is_folder(segments) and files.names(segments))
+    if files.is_folder(segments) and files.names(segments):
+        return False
+    return not whole_superblocks(folder, files)[0]
 
 
 def _no_geometry(path: Path) -> GeometryError:
@@ -264,9 +267,18 @@ def forget_namespaces(state: ManifestState, index: Index, namespace_ids: dict[by
 def begin_log(
     folder: Path, block: Superblock, state: ManifestState, capacity_bytes: int, files: FileSystem
 ) -> Manifest:
-    """A writer's own log: the state, compacted, with the present capacity."""
+    """A writer's own log: the state, compacted, with the present capacity.
+
+    On a full disk it is begun with the first entry that finds room; till then the present one is
+    what a crash leaves. Raises StoreError.
+    """
     manifest = Manifest(folder, replace(block, capacity_bytes=capacity_bytes), state, files)
-    manifest.checkpoint()
+    try:
+        manifest.checkpoint()
+    except StoreError as error:
+        cause = error.__cause__
+        if not (isinstance(cause, OSError) and cause.errno in FULL_DISK):
+            raise
     return manifest
 
 

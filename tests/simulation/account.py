@@ -1,0 +1,102 @@
+"""What must be readable: which versions of each key a crash at any position may leave.
+
+Invariants, of which every crash image is asked
+  - a flushed version is there, or was evicted; what was not flushed is there whole or absent;
+  - a deleted, retired or superseded version never comes back, once that was acknowledged durable;
+  - a key never holds bytes that were not put under it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from typing import Final
+
+ABSENT: Final = None
+Allowed = dict[bytes, frozenset[int | None]]
+
+
+class Account:
+    """Follows the calls on one store; positions are those of the device's recording."""
+
+    def __init__(self) -> None:
+        self.live: dict[bytes, int] = {}  # what the handle shows
+        self.allowed: Allowed = {}  # what a crash may leave, now
+        self._positions: list[int] = []
+        self._history: list[Allowed] = []
+
+    def of(self, key: bytes) -> frozenset[int | None]:
+        """What a crash may leave of a key, now."""
+        return self.allowed.get(key, frozenset((ABSENT,)))
+
+    def at(self, position: int) -> Allowed:
+        """What a crash before the event at `position` may leave; keys that aren't there: absent."""
+        row = bisect_right(self._positions, position) - 1
+        return self._history[row] if row >= 0 else {}
+
+    def mark(self, position: int) -> None:
+        """What is allowed now holds for crashes from here on."""
+        if self._positions and self._positions[-1] == position:
+            self._history[-1] = dict(self.allowed)
+            return
+        self._positions.append(position)
+        self._history.append(dict(self.allowed))
+
+    # ---- before a call, and after it ----
+
+    def may_become(self, versions: dict[bytes, int | None], position: int) -> None:
+        """A call began that gives these keys these versions, ABSENT for what it takes away."""
+        for key, version in versions.items():
+            self.allowed[key] = self.of(key) | {version}
+        self.mark(position)
+
+    def is_stored(self, versions: dict[bytes, int]) -> None:
+        """The handle shows these."""
+        self.live.update(versions)
+
+    def is_gone(self, keys: Iterable[bytes], position: int) -> None:
+        """A call ended that took these away for good."""
+        for key in keys:
+            self.live.pop(key, None)
+            self.allowed[key] = frozenset((ABSENT,))
+        self.mark(position)
+
+    def is_durable(self, position: int) -> None:
+        """A flush ended well: what the handle shows is what there is."""
+        self.allowed = {
+            key: frozenset((self.live.get(key, ABSENT),)) for key in self.allowed | self.live
+        }
+        self.mark(position)
+
+    def evicted(self, shown: Iterable[bytes], begun: int, position: int) -> None:
+        """A call that began at `begun` evicted: of what was shown only `shown` is there.
+
+        From its beginning on anything may be gone; afterwards what it took stays away.
+        """
+        first = bisect_right(self._positions, begun) - 1
+        for row in range(max(first, 0), len(self._history)):
+            self._history[row] = {
+                key: versions | {ABSENT} for key, versions in self._history[row].items()
+            }
+        kept = set(shown)
+        for key in list(self.live):
+            if key not in kept:
+                del self.live[key]
+        for key, versions in self.allowed.items():
+            if key not in self.live:
+                self.allowed[key] = frozenset((ABSENT,))
+            elif len(versions) > 1:
+                self.allowed[key] = versions | {ABSENT}
+        self.mark(position)
+
+    def verdict(self, found: dict[bytes, int], position: int) -> str:
+        """What is wrong with what was found after a crash at `position`, or an empty string."""
+        allowed = self.at(position)
+        for key in allowed | found:
+            versions = allowed.get(key, frozenset((ABSENT,)))
+            version = found.get(key, ABSENT)
+            if version not in versions:
+                said = "nothing" if version is ABSENT else f"version {version}"
+                may = sorted("nothing" if v is ABSENT else str(v) for v in versions)
+                return f"{key!r} holds {said}; it may hold {' or '.join(may)}"
+        return ""

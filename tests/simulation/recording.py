@@ -1,0 +1,305 @@
+"""What a crash between any two events of a recording may leave on disk.
+
+The model, after ALICE (Pillai et al., OSDI 2014) and CrashMonkey (Mohan et al., OSDI 2018):
+  - what a sync that ended well covers is durable: the data and length of its file, the entries of
+    its folder; a sync of the one says nothing of the other;
+  - of everything else each write is kept, lost, or torn between sectors of 512 bytes, or only the
+    length that it gave the file is kept; each creation, renaming and removal is kept or lost,
+    whatever became of those before it;
+  - after a failed write or sync nothing that it covered ever becomes durable: the kernel may have
+    thrown the pages away and forgotten them.
+
+Invariant: writes to the same place take effect in their order, so what is kept of a later one
+hides what is kept of an earlier one.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from simulation.device import NOTE, SYNC_END, WRITE, Event
+from simulation.filesystem import SECTOR, Note, SimFiles
+
+FOLDER: Final = None
+Tree = dict[str, bytes | None]
+"""Path -> contents, None for a folder; folders come before what is in them."""
+
+KEPT: Final = -1
+LOST: Final = -2
+LENGTH_ONLY: Final = -3
+
+
+@dataclass(eq=False)
+class Pending:
+    """Something that is not durable yet. Length 0 and data b"": a change of names."""
+
+    position: int
+    ended: int
+    offset: int = 0
+    data: bytes = b""
+    length: int = -1  # the file is at least so long afterwards; truncation: 0 and `truncates`
+    truncates: bool = False
+    doubtful: bool = False  # its write or sync failed: never durable
+    note: Note | None = None
+
+    @property
+    def sectors(self) -> int:
+        """Sectors that it touches."""
+        return -(-(self.offset % SECTOR + len(self.data)) // SECTOR)
+
+
+@dataclass(eq=False)
+class Inode:
+    """Contents that are durable, and what came since."""
+
+    durable: bytearray = field(default_factory=bytearray)
+    pending: list[Pending] = field(default_factory=list)
+
+
+class Replay:
+    """Walks through a recording; at each position it tells what is durable and what isn't."""
+
+    def __init__(self, files: SimFiles, events: list[Event]) -> None:
+        self._notes = files.notes
+        self.events = events
+        self.position = 0
+        self.inodes: dict[int, Inode] = {
+            number: Inode(bytearray(data)) for number, data in files.inode_contents.items()
+        }
+        self.folders: dict[str, dict[str, int]] = copy.deepcopy(files.start_names.folders)
+        self.entries: dict[str, list[Pending]] = {}
+
+    # ---- walking ----
+
+    def step(self) -> bool:
+        """Takes the next event; whether it can change what a crash leaves."""
+        event = self.events[self.position]
+        self.position += 1
+        if event.kind == WRITE and event.inode:
+            self._inode(event.inode).pending.append(
+                Pending(
+                    self.position - 1,
+                    event.ended,
+                    event.offset,
+                    event.data,
+                    event.offset + len(event.data),
+                    doubtful=event.result != 0,
+                )
+            )
+        elif event.kind == SYNC_END and event.inode:
+            self._synced(event.inode, event.begun, event.result == 0)
+        elif event.kind == NOTE:
+            self._noted(self._notes[event.inode])
+        else:
+            return False
+        return True
+
+    def _inode(self, number: int) -> Inode:
+        return self.inodes.setdefault(number, Inode())
+
+    def _noted(self, note: Note) -> None:
+        here = self.position - 1
+        if note.what == "write":
+            end = note.offset + len(note.data)
+            self._inode(note.inode).pending.append(
+                Pending(here, here, note.offset, note.data, end, note=note)
+            )
+        elif note.what == "size":
+            self._inode(note.inode).pending.append(
+                Pending(here, here, length=note.length, note=note)
+            )
+        elif note.what == "truncate":
+            self._inode(note.inode).pending.append(
+                Pending(here, here, length=0, truncates=True, note=note)
+            )
+        elif note.what in ("synced", "sync_failed"):
+            self._synced(note.inode, note.begun, note.what == "synced")
+        elif note.what == "folder_synced":
+            self._folder_synced(note.folder, note.begun)
+        elif note.what not in ("sync", "sync_folder"):
+            self.entries.setdefault(note.folder, []).append(Pending(here, here, note=note))
+            if note.what == "create":
+                self._inode(note.inode)
+
+    def _synced(self, number: int, begun: int, well: bool) -> None:
+        inode = self._inode(number)
+        rest = []
+        for change in inode.pending:
+            if change.ended > begun or change.doubtful:
+                rest.append(change)
+            elif well:
+                apply(inode.durable, change, KEPT)
+            else:
+                change.doubtful = True
+                rest.append(change)
+        inode.pending = rest
+
+    def _folder_synced(self, folder: str, begun: int) -> None:
+        rest = []
+        for change in self.entries.get(folder, []):
+            if change.position < begun:
+                apply_name(self.folders, change.note)
+            else:
+                rest.append(change)
+        self.entries[folder] = rest
+
+    # ---- images ----
+
+    def pending(self) -> list[Pending]:
+        """All that is not durable at this position, in its order."""
+        everything = [change for changes in self.entries.values() for change in changes]
+        for inode in self.inodes.values():
+            everything += inode.pending
+        return sorted(everything, key=lambda change: change.position)
+
+    def image(self, fate: Fate) -> Tree:
+        """What is on disk where the changes in `fate` met theirs, and all others were lost.
+
+        fate: KEPT, LOST, LENGTH_ONLY or a bit set of the sectors that are kept.
+        """
+        folders = {name: dict(entries) for name, entries in self.folders.items()}
+        for changes in self.entries.values():
+            for change in changes:
+                if fate.get(change, LOST) != LOST:
+                    apply_name(folders, change.note)
+        contents: dict[int, bytes] = {}
+        tree: Tree = {}
+        for folder in _reachable(folders):
+            for name, number in sorted(folders[folder].items()):
+                path = f"{folder}/{name}".lstrip("/")
+                if number == 0:
+                    tree[path] = FOLDER
+                    continue
+                if number not in contents:
+                    contents[number] = self._contents(number, fate)
+                tree[path] = contents[number]
+        return tree
+
+    def _contents(self, number: int, fate: Fate) -> bytes:
+        inode = self._inode(number)
+        if all(fate.get(change, LOST) == LOST for change in inode.pending):
+            return bytes(inode.durable)
+        data = bytearray(inode.durable)
+        for change in inode.pending:
+            apply(data, change, fate.get(change, LOST))
+        return bytes(data)
+
+
+def apply(data: bytearray, change: Pending, fate: int) -> None:
+    """Does to a file's contents what is kept of a change."""
+    if fate == LOST:
+        return
+    if change.truncates:
+        del data[change.length :]
+        return
+    end = change.length
+    if fate >= 0 and fate >> (change.sectors - 1) & 1 == 0:  # the length ends with what is kept
+        last = fate.bit_length()
+        end = (change.offset // SECTOR + last) * SECTOR if last else 0
+    if len(data) < end:
+        data.extend(bytes(end - len(data)))
+    if fate == KEPT:
+        data[change.offset : change.offset + len(change.data)] = change.data
+    elif fate >= 0:
+        first = change.offset // SECTOR
+        for sector in range(change.sectors):
+            if fate >> sector & 1:
+                start = max((first + sector) * SECTOR, change.offset)
+                stop = min((first + sector + 1) * SECTOR, change.offset + len(change.data))
+                data[start:stop] = change.data[start - change.offset : stop - change.offset]
+
+
+def apply_name(folders: dict[str, dict[str, int]], note: Note | None) -> None:
+    """Does to the folders what a note says; what a change that was lost left out stays out."""
+    assert note is not None
+    here = folders.setdefault(note.folder, {})
+    if note.what == "create":
+        here[note.name] = note.inode
+    elif note.what == "unlink" or note.what == "remove":
+        here.pop(note.name, None)
+    elif note.what == "rename":
+        here.pop(note.name, None)
+        here[note.to] = note.inode
+    elif note.what == "make":
+        here[note.name] = 0
+        folders.setdefault(f"{note.folder}/{note.name}".lstrip("/"), {})
+    else:
+        raise AssertionError(note.what)
+
+
+def _reachable(folders: dict[str, dict[str, int]]) -> Iterator[str]:
+    """Folders from the root down, parents first."""
+    queue = [""]
+    while queue:
+        folder = queue.pop(0)
+        yield folder
+        for name, number in sorted(folders.get(folder, {}).items()):
+            path = f"{folder}/{name}".lstrip("/")
+            if number == 0 and path in folders:
+                queue.append(path)
+
+
+# ---- which of them -------------------------------------------------------------------------------
+
+
+Fate = dict[Pending, int]
+
+
+def fates(pending: list[Pending], rng: random.Random, more: int = 0) -> Iterator[Fate]:
+    """Those worth a look: all kept, none, each alone lost, kept, torn; `more` at random."""
+    everything = dict.fromkeys(pending, KEPT)
+    yield everything
+    if not pending:
+        return
+    yield {}
+    for change in pending:
+        if len(pending) > 1:
+            yield {**everything, change: LOST}
+            yield {change: KEPT}
+        if change.data:
+            yield {**everything, change: _torn(change, rng)}
+            yield {**everything, change: LENGTH_ONLY}
+    for _ in range(more):
+        yield at_random(pending, rng)
+
+
+def at_random(pending: list[Pending], rng: random.Random) -> Fate:
+    """Any fate for each."""
+    keeps = rng.choice((0.1, 0.5, 0.9))
+    chosen: Fate = {}
+    for change in pending:
+        draw = rng.random()
+        if draw < keeps:
+            chosen[change] = KEPT
+        elif change.data and rng.random() < 0.6:
+            chosen[change] = LENGTH_ONLY if rng.random() < 0.1 else _torn(change, rng)
+    return chosen
+
+
+def _torn(change: Pending, rng: random.Random) -> int:
+    """Some sectors: the first ones, the last ones, or any."""
+    count = change.sectors
+    cut = rng.randint(1, max(1, count - 1))
+    way = rng.randrange(3)
+    if way == 0:
+        return (1 << cut) - 1
+    if way == 1:
+        return ((1 << count) - 1) & ~((1 << cut) - 1)
+    return rng.getrandbits(count)
+
+
+def write_tree(tree: Tree, root: Path) -> None:
+    """Makes the files of an image below an empty folder."""
+    for path, data in tree.items():
+        if data is None:
+            (root / path).mkdir()
+            continue
+        with (root / path).open("wb", buffering=0) as file:
+            kept = data.rstrip(b"\0")
+            file.write(kept)
+            file.truncate(len(data))

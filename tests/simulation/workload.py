@@ -1,0 +1,273 @@
+"""Calls on a small simulated store, one after the other, and the check of a crash image.
+
+The seven operations: put (new keys), overwrite, delete, get, flush, reopen, reclaim (puts until
+segments are evicted). Invariant: the same operations with the same seed make the same calls.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from simulation.account import Account
+from simulation.device import Device
+from simulation.filesystem import SimFiles
+
+from flashkv import BlockStatus, Identity, KVGeometry, Options, Store, limits
+from flashkv.filesystem import DISK, FileSystem
+from flashkv.folder import is_own_file
+from flashkv.segments import SegmentState
+
+OPERATIONS: Final = ("put", "overwrite", "delete", "get", "flush", "reopen", "reclaim")
+SEGMENT_BYTES: Final = 64 << 10
+SEGMENTS: Final = 4
+CAPACITY: Final = limits.MIB + SEGMENTS * SEGMENT_BYTES
+GEOMETRY: Final = KVGeometry.gqa(1, 2, 16, "bfloat16")
+TOKENS: Final = 16
+BLOCK_SHAPE: Final = (1, 2, 2, TOKENS, 16)  # layer, plane, head, token, dim: 2 KiB
+FILL_BYTES: Final = 12
+IDENTITY: Final = Identity(model="test/model", revision="1")
+KEYS: Final = tuple(b"key-%d" % number for number in range(6))
+FILLERS: Final = tuple(b"filler-%d" % number for number in range(64))
+ALL_KEYS: Final = (*KEYS, *FILLERS)
+
+limits.SEGMENT_BYTES_MIN = SEGMENT_BYTES  # type: ignore[misc]  # smaller than any real store's
+
+
+def options(**changes: Any) -> Options:
+    """Small, and with few threads."""
+    given: dict[str, Any] = {
+        "backend": "threads",
+        "segment_bytes": SEGMENT_BYTES,
+        "free_floor_bytes": 0,
+        "staging_bytes": 4 << 20,
+        "read_buffer_bytes": 4 << 20,
+        "header_cache_bytes": 1 << 20,
+        "queue_depth": 4,
+        "workers": 1,
+        "io_threads": 1,
+    }
+    return Options(**{**given, **changes})
+
+
+@lru_cache(maxsize=4096)
+def block(key: bytes, version: int) -> np.ndarray:
+    """What a key holds in a version: uint16[BLOCK_SHAPE], no two alike."""
+    rng = np.random.default_rng([version, *key])
+    values = rng.standard_normal(BLOCK_SHAPE, np.float32)
+    made: np.ndarray = (values.view(np.uint32) >> 16).astype(np.uint16)
+    return made
+
+
+def blocks(keys: Sequence[bytes], version: int) -> np.ndarray:
+    """uint16[N, *BLOCK_SHAPE]"""
+    return np.stack([block(key, version) for key in keys])
+
+
+def read_versions(store: Store, versions: dict[bytes, set[int]]) -> dict[bytes, int]:
+    """Which version each key shows. A status that is neither OK nor MISS, or bytes of none of the
+    versions that were ever put under the key, fail.
+    """
+    keys = list(versions)
+    out = np.full((len(keys), *BLOCK_SHAPE), 0xA5A5, np.uint16)
+    result = store.namespace(IDENTITY).get(keys, out)
+    found = {}
+    for row, key in enumerate(keys):
+        if result[row] == BlockStatus.MISS:
+            continue
+        assert result[row] == BlockStatus.OK, f"{key!r}: {result[row].name}"
+        data = out[row].tobytes()
+        equal = [v for v in versions[key] if block(key, v).tobytes() == data]
+        assert equal, f"{key!r} holds bytes that were never put under it"
+        found[key] = equal[0]
+    return found
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation and the number that its choices follow from."""
+
+    name: str
+    choice: int
+
+    def __str__(self) -> str:
+        return f"{self.name}({self.choice})"
+
+
+class Workload:
+    """A store on a simulated device, with the account of what was done to it."""
+
+    def __init__(
+        self, root: Path, seed: int, *, codec: str = "lossless", bloom: bool = False
+    ) -> None:
+        """root: an empty folder. The store is made in it, with everything recorded."""
+        self.device = Device(seed)
+        self.device.record()
+        self.files = SimFiles(root, self.device)
+        self.path = root / "store"
+        self.options = options(codec=codec, bloom=bloom)
+        self.account = Account()
+        self.versions: dict[bytes, set[int]] = {key: set() for key in ALL_KEYS}
+        self.version = 0
+        self._evicted = 0
+        self.store = self._open(CAPACITY, GEOMETRY)
+
+    def _open(self, capacity: int | None = None, geometry: KVGeometry | None = None) -> Store:
+        self._evicted = 0
+        return Store(
+            self.path, capacity, geometry, self.options, read_only=False, files=self.files
+        )
+
+    @property
+    def position(self) -> int:
+        """Events so far."""
+        return self.device.event_count()
+
+    def close(self) -> None:
+        """Ends all; nothing is checked."""
+        with suppress(Exception):
+            self.store.close()
+        self.device.close()
+
+    # ---- operations ----
+
+    def run(self, step: Step) -> None:
+        """Carries an operation out."""
+        if step.name in ("flush", "reopen", "reclaim"):
+            getattr(self, f"_{step.name}")()
+        else:
+            getattr(self, f"_{step.name}")(self._some(step.choice))
+
+    def _some(self, choice: int) -> list[bytes]:
+        first, count = choice % len(KEYS), 1 + choice // len(KEYS) % 3
+        return [KEYS[(first + number) % len(KEYS)] for number in range(count)]
+
+    def _put(self, keys: list[bytes]) -> None:
+        self.put(keys, replace=False)
+
+    def _overwrite(self, keys: list[bytes]) -> None:
+        self.put(keys, replace=True)
+
+    def put(self, keys: list[bytes], *, replace: bool) -> None:
+        """Stores a new version of each."""
+        self.version += 1
+        version = self.version
+        begun = self.position
+        for key in keys:
+            self.versions[key].add(version)
+        before = dict(self.account.live)
+        wanted = {key: version for key in keys if replace or key not in before}
+        self.account.may_become(dict(wanted), begun)
+        namespace = self.store.namespace(IDENTITY)
+        result = namespace.put(keys, blocks(keys, version), replace=replace)
+        for key, status in zip(keys, result, strict=True):
+            stored = BlockStatus.OK if key in wanted else BlockStatus.PRESENT
+            assert status == stored, f"{key!r}: {status.name}"
+        self.account.is_stored(wanted)
+        self._note_evictions(begun)
+
+    def _note_evictions(self, begun: int) -> None:
+        evicted = self.store.space.evicted_blocks
+        if evicted == self._evicted:
+            return
+        self._evicted = evicted
+        keys = list(self.account.live)
+        there = self.store.namespace(IDENTITY).contains(keys)
+        shown = [key for key, is_there in zip(keys, there.tolist(), strict=True) if is_there]
+        self.account.evicted(shown, begun, self.position)
+
+    def _delete(self, keys: list[bytes]) -> None:
+        self.account.may_become(dict.fromkeys(keys), self.position)
+        self.store.namespace(IDENTITY).delete(keys)
+        self.account.is_gone(keys, self.position)
+
+    def _get(self, keys: list[bytes]) -> None:
+        found = read_versions(self.store, {key: self.versions[key] for key in keys})
+        assert found == {key: v for key, v in self.account.live.items() if key in keys}
+
+    def _flush(self) -> None:
+        self.store.flush()
+        self.account.is_durable(self.position)
+
+    def _reopen(self) -> None:
+        self.store.close()
+        self.account.is_durable(self.position)
+        self.store = self._open()
+        found = read_versions(self.store, self.versions)
+        assert found == self.account.live, "after closing and opening"
+
+    def _reclaim(self) -> None:
+        evicted = self.store.space.evicted_segments
+        for _ in range(4 * SEGMENTS):
+            first = self.version % len(FILLERS)
+            keys = [FILLERS[(first + n) % len(FILLERS)] for n in range(FILL_BYTES)]
+            self.put(keys, replace=True)
+            if self.store.space.evicted_segments > evicted:
+                return
+        raise AssertionError("nothing was evicted")
+
+
+# ---- images --------------------------------------------------------------------------------------
+
+
+def check_image(
+    path: Path, versions: dict[bytes, set[int]], files: FileSystem = DISK, *, again: bool = False
+) -> dict[bytes, int]:
+    """Opens the store that a crash left, holds it to its promises, and tells what it shows.
+
+    again: it is closed, opened once more and must show the same, with a new block besides.
+    """
+    store = Store(path, CAPACITY, GEOMETRY, options(), read_only=False, files=files)
+    try:
+        found = read_versions(store, versions)
+        check_space(store)
+        if again:
+            new = b"new"
+            result = store.namespace(IDENTITY).put([new], blocks([new], 0))
+            assert result.all_ok, result
+            store.flush()
+    finally:
+        store.close()
+    if again:
+        with Store(path, None, None, options(), read_only=False, files=files) as store:
+            more = read_versions(store, {**versions, new: {0}})
+            assert more.pop(new, None) == 0, "a block that was flushed after the crash is gone"
+            assert all(found[key] == version for key, version in more.items())
+            assert more == found or store.space.evicted_blocks or len(more) < len(found)
+            check_space(store)
+    return found
+
+
+def check_space(store: Store) -> None:
+    """Free and used segments are the files that are there, within the capacity; no orphans."""
+    folder = store.segments.folder
+    segment_names = set(DISK.names(folder / "segments"))
+    assert segment_names == {f"{s.number:08d}.seg" for s in store.segments if s.has_file()}
+    known = (SegmentState.FREE, SegmentState.OPEN, SegmentState.SEALED, SegmentState.CLOSED)
+    assert all(segment.state in known for segment in store.segments)
+    usage = store.index.usage([segment.number for segment in store.segments])
+    totals = store.index.totals()
+    assert int(usage["live_blocks"].sum()) == totals.blocks
+    assert int(usage["live_pages"].sum()) == totals.live_pages
+    for segment, row in zip(store.segments, usage, strict=True):
+        assert segment.state != SegmentState.FREE or not row["live_blocks"]
+        assert row["live_pages"] * 4096 <= store.segments.segment_bytes
+    own = [name for name in DISK.names(folder) if name != "segments"]
+    strange = [name for name in own if not is_own_file(folder, folder, name)]
+    assert not strange, f"orphans: {strange}"
+    assert sum(name.startswith("manifest-") for name in own) <= 2, own
+    assert "manifest.new" not in own
+    used = sum(
+        (entry.stat().st_blocks * 512)
+        for place in (folder, folder / "segments")
+        for entry in os.scandir(place)
+        if entry.is_file()
+    )
+    assert used <= store.capacity_bytes, f"{used} bytes of {store.capacity_bytes}"
+    assert store.segments.count_files() * store.segments.segment_bytes <= store.capacity_bytes
