@@ -10,6 +10,7 @@ Invariants
 from __future__ import annotations
 
 import errno
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -110,7 +111,11 @@ def read_superblock(folder: Path, files: FileSystem = DISK) -> Superblock:
         raise NotAStoreError(
             f"{folder} holds no superblock", advice="give the folder of a flashkv store"
         )
-    raise SuperblockError(f"both superblocks of {folder} are damaged or missing")
+    store = shlex.quote(str(folder.parents[1]))
+    raise SuperblockError(
+        f"both superblocks of {folder} are damaged or missing",
+        advice=f"the segments tell what they said: flashkv-fsck --repair {store}",
+    )
 
 
 def _read(files: FileSystem, path: Path) -> bytes | None:
