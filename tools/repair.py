@@ -250,7 +250,7 @@ class _LogPlan:
             words.append(f"a log made from {manifest_name(source)} and the segments")
         kills = sum(len(part.kills) for part in self._parts)
         if kills:
-            words.append(f"{kills} blocks or records whose bytes are lost forgotten")
+            words.append(f"{kills} blocks or records forgotten, whose bytes are lost")
         words += [part.freed_because for part in self._parts if part.freed_because]
         return "; ".join(words)
 
