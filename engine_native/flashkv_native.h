@@ -244,6 +244,9 @@ int fkv_direct_alignment(int32_t fd, uint32_t *memory_bytes, uint32_t *offset_by
 /* Makes the file `length` bytes long, with space reserved. 0; 1: made long, but the file system
  * can't reserve; or -errno. Never shortens. */
 int fkv_preallocate(int32_t fd, uint64_t length);
+/* Reserves space behind a file's end, up to byte `length`, and leaves its length. Returns as
+ * fkv_preallocate. */
+int fkv_reserve(int32_t fd, uint64_t length);
 
 /* Blocking helpers for the few places that move single extents. 0 or -errno. */
 int fkv_pread(fkv_engine *engine, int32_t fd, uint8_t *buffer, uint64_t length, uint64_t offset);
@@ -434,7 +437,7 @@ int fkv_directory_check(const uint8_t *page, uint64_t segment_bytes, const uint8
 /* ---- record headers, for tools ---- */
 /* Length in pages of the record header that `page` (one page) begins with, else 0. */
 uint32_t fkv_header_peek(const uint8_t *page);
-/* Checks a whole header (checksum, bounds, every TLV): FKV_OK or FKV_DAMAGED. */
+/* Checks a whole header (checksum, bounds, every TLV): FKV_OK, FKV_DAMAGED or FKV_NO_MEMORY. */
 int fkv_header_check(const uint8_t *header, uint64_t length, const uint8_t *segment_uuid,
                      uint64_t epoch, uint32_t page);
 /* Byte offset and length of a TLV's payload in a checked header; 0 and 0 if it isn't there. */

@@ -129,11 +129,12 @@ static void first_arrived(fkv_extent *extent)
 {
     fkv_reading *reading = extent->reading;
     const fkv_read_record *r = reading->request;
+    int status;
     fkv_header *h =
         fkv_header_parse(extent->buffer, (uint64_t)extent->header_pages * FKV_PAGE_BYTES,
-                         r->segment_uuid, r->epoch, r->page);
+                         r->segment_uuid, r->epoch, r->page, &status);
     if (!h) {
-        fkv_reading_fail(reading, FKV_DAMAGED);
+        fkv_reading_fail(reading, (uint32_t)status);
         return;
     }
     reading->header = h;

@@ -125,13 +125,21 @@ static bool tlvs_read(const uint8_t *bytes, const fkv_record_header *fixed,
     return true;
 }
 
+/* Memory for a part of it. A lack of memory must not be taken for damage: see `starved`. */
+static void *part(fkv_header *h, uint64_t count, size_t bytes)
+{
+    void *memory = fkv_calloc(count ? count : 1, bytes);
+    if (!memory) h->starved = true;
+    return memory;
+}
+
 static bool decode_blocks(fkv_header *h, const tlv_view *t)
 {
     const fkv_record_header *f = &h->fixed;
     if (!f->block_count || f->block_count > FKV_BLOCKS_PER_RECORD_MAX) return false;
     if (t[FKV_TLV_BLOCKS].length != f->block_count * sizeof(fkv_block_row)) return false;
     h->blocks = (const fkv_block_row *)t[FKV_TLV_BLOCKS].data;
-    h->key_offsets = fkv_malloc(f->block_count * sizeof *h->key_offsets);
+    h->key_offsets = part(h, f->block_count, sizeof *h->key_offsets);
     if (!h->key_offsets) return false;
     uint64_t keys = 0, parents = 0, tokens = 0;
     for (uint32_t i = 0; i < f->block_count; i++) {
@@ -164,7 +172,7 @@ static bool decode_raw(fkv_header *h, const tlv_view *t)
         seen |= 1u << h->order.axes[i];
     }
     uint64_t bytes = 0, logical = 0;
-    h->block_offsets = fkv_malloc((h->fixed.block_count + 1u) * sizeof *h->block_offsets);
+    h->block_offsets = part(h, h->fixed.block_count + 1u, sizeof *h->block_offsets);
     if (!h->block_offsets) return false;
     for (uint32_t i = 0; i < h->fixed.block_count; i++) {
         uint64_t block = fkv_block_bytes(&h->geometry, h->blocks[i].tokens);
@@ -189,9 +197,9 @@ static bool decode_streams(fkv_header *h, const tlv_view *t, uint64_t *full_tota
     const fkv_geometry *g = &h->geometry;
     uint32_t entries = fkv_geometry_entries(g), stream = 0;
     h->stream_count = fkv_geometry_streams(g);
-    h->entry_streams = fkv_malloc(entries * sizeof *h->entry_streams);
-    h->stream_offsets = fkv_malloc(h->stream_count * sizeof *h->stream_offsets);
-    h->stream_entries = fkv_malloc(h->stream_count * sizeof *h->stream_entries);
+    h->entry_streams = part(h, entries, sizeof *h->entry_streams);
+    h->stream_offsets = part(h, h->stream_count, sizeof *h->stream_offsets);
+    h->stream_entries = part(h, h->stream_count, sizeof *h->stream_entries);
     if (!h->entry_streams || !h->stream_offsets || !h->stream_entries) return false;
     uint64_t at = 0, layers = fkv_geometry_layers(g);
     *full_total = 0;
@@ -253,9 +261,9 @@ static bool decode_stripes(fkv_header *h, const tlv_view *t, uint64_t full_total
     if (t[FKV_TLV_STRIPES].length % 4 || h->fixed.tokens > 0xFFFF || full_total > w.count)
         return false;
     uint32_t streams = h->stream_count;
-    h->stripes = fkv_malloc(w.count * sizeof *h->stripes);
-    h->stream_stripes = fkv_malloc((2ul * streams + 2) * sizeof *h->stream_stripes);
-    uint32_t *first = fkv_calloc(streams, sizeof *first);
+    h->stripes = part(h, w.count, sizeof *h->stripes);
+    h->stream_stripes = part(h, 2ul * streams + 2, sizeof *h->stream_stripes);
+    uint32_t *first = part(h, streams, sizeof *first);
     bool good = h->stripes && h->stream_stripes && first;
     for (uint32_t s = 0; good && s < streams; s++) {
         fkv_stream_row row;
@@ -329,8 +337,11 @@ static void free_parts(fkv_header *h)
 }
 
 fkv_header *fkv_header_parse(const uint8_t *bytes, uint64_t length, const uint8_t *segment_uuid,
-                             uint64_t epoch, uint32_t page)
+                             uint64_t epoch, uint32_t page, int *status)
 {
+    int unwanted;
+    if (!status) status = &unwanted;
+    *status = FKV_DAMAGED;
     if (length < FKV_PAGE_BYTES) return NULL;
     uint32_t pages = fkv_header_peek(bytes);
     if (!pages || (uint64_t)pages * FKV_PAGE_BYTES > length) return NULL;
@@ -338,6 +349,7 @@ fkv_header *fkv_header_parse(const uint8_t *bytes, uint64_t length, const uint8_
     uint32_t stored;
     memcpy(&stored, bytes + 4, 4);
     if (fkv_header_crc(bytes, length, segment_uuid, epoch, page) != stored) return NULL;
+    *status = FKV_NO_MEMORY;
     fkv_header *h = fkv_calloc(1, sizeof *h);
     if (!h) return NULL;
     atomic_init(&h->references, 1);
@@ -345,12 +357,17 @@ fkv_header *fkv_header_parse(const uint8_t *bytes, uint64_t length, const uint8_
     if (!h->bytes) goto refuse;
     memcpy(h->bytes, bytes, length);
     memcpy(&h->fixed, bytes, sizeof h->fixed);
+    *status = FKV_DAMAGED;
     for (int i = 0; i < 5; i++)
         if (h->fixed.reserved[i]) goto refuse;
     h->payload_pages = h->fixed.pages - h->fixed.header_pages;
-    if (!decode(h)) goto refuse;
+    if (!decode(h)) {
+        if (h->starved) *status = FKV_NO_MEMORY;
+        goto refuse;
+    }
     h->bytes_total = (uint32_t)(sizeof *h + length + h->fixed.block_count * 12
                                 + h->stream_count * 14 + h->stripe_count * sizeof(fkv_stripe));
+    *status = FKV_OK;
     return h;
 refuse:
     fkv_header_release(h);
@@ -375,9 +392,9 @@ void fkv_header_release(fkv_header *h)
 int fkv_header_check(const uint8_t *header, uint64_t length, const uint8_t *segment_uuid,
                      uint64_t epoch, uint32_t page)
 {
-    fkv_header *h = fkv_header_parse(header, length, segment_uuid, epoch, page);
-    fkv_header_release(h);
-    return h ? FKV_OK : FKV_DAMAGED;
+    int status;
+    fkv_header_release(fkv_header_parse(header, length, segment_uuid, epoch, page, &status));
+    return status;
 }
 
 void fkv_header_tlv(const uint8_t *header, uint64_t length, uint32_t type, uint32_t *offset,

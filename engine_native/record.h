@@ -27,6 +27,7 @@ typedef struct {
 typedef struct fkv_header {
     _Atomic uint32_t references;
     uint32_t bytes_total; /* memory that this costs */
+    bool starved;         /* decoding ended for a lack of memory */
     fkv_record_header fixed;
     fkv_geometry geometry;
     fkv_order_row order;
@@ -48,9 +49,10 @@ typedef struct fkv_header {
     uint32_t *stream_stripes;
 } fkv_header;
 
-/* Checks and decodes; NULL where anything is wrong (or memory is out). `bytes` is copied. */
+/* Checks and decodes; NULL with *status FKV_DAMAGED, or FKV_NO_MEMORY, which says nothing about the
+ * record. `bytes` is copied; status may be NULL. */
 fkv_header *fkv_header_parse(const uint8_t *bytes, uint64_t length, const uint8_t *segment_uuid,
-                             uint64_t epoch, uint32_t page);
+                             uint64_t epoch, uint32_t page, int *status);
 void fkv_header_retain(fkv_header *header);
 void fkv_header_release(fkv_header *header);
 uint32_t fkv_header_crc(const uint8_t *header, uint64_t length, const uint8_t *segment_uuid,

@@ -85,9 +85,11 @@ static fkv_header *header_at(fkv_scan *scan, uint32_t page)
         }
         for (uint32_t i = 0; i < pages; i++)
             memcpy(bytes + (uint64_t)i * FKV_PAGE_BYTES, page_of(scan, page + i), FKV_PAGE_BYTES);
+        int status;
         h = fkv_header_parse(bytes, (uint64_t)pages * FKV_PAGE_BYTES, scan->segment_uuid,
-                             scan->epoch, page);
+                             scan->epoch, page, &status);
         fkv_free(bytes);
+        if (status == FKV_NO_MEMORY) scan->out_of_memory = true;
     }
     if (!h) scan->damaged++;
     return h;

@@ -76,7 +76,7 @@ class SuperblockError(FormatError):
             what,
             value=value,
             limit=limit,
-            advice=advice or "Run `flashkv-fsck --repair PATH`: it rebuilds them from the segments",
+            advice=advice or "The segments tell what they said: flashkv-fsck --repair PATH",
         )
 
 
@@ -243,7 +243,14 @@ def block_statuses(native: NDArray[Any]) -> NDArray[np.uint8]:
 
 
 def native_ok(status: int) -> bool:
-    """Whether a native status of a single thing says that it is right."""
+    """Whether a native status of a single thing says that it is right.
+
+    Raises OutOfMemoryError where it says neither.
+    """
+    from flashkv.native import lib
+
+    if status == lib.FKV_NO_MEMORY:
+        raise OutOfMemoryError("no memory to check what the store holds")
     return status == 0
 
 

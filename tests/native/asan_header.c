@@ -91,7 +91,7 @@ static uint64_t one(const uint8_t *source, uint32_t length)
     uint16_t pages;
     memcpy(&pages, header + 12, 2);
     if (pages && (uint64_t)pages * FKV_PAGE_BYTES <= length) fkv_record_bind(header, uuid, 5, 9);
-    fkv_header *h = fkv_header_parse(header, length, uuid, 5, 9);
+    fkv_header *h = fkv_header_parse(header, length, uuid, 5, 9, NULL);
     if (h) sum = touch(h), accepted++;
     fkv_header_release(h);
     stripes_of(header, length);
