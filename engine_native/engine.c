@@ -58,7 +58,9 @@ static const char *options_fault(const fkv_engine_options *options)
     if (options->backend > FKV_BACKEND_SIM) return "unknown backend";
     if (options->queue_depth < 1 || options->queue_depth > QUEUE_DEPTH_MAX)
         return "queue_depth must be 1 to 4096";
-    if (options->workers < 1 || options->workers > WORKERS_MAX) return "workers must be 1 to 256";
+    uint32_t workers_min = options->backend == FKV_BACKEND_SIM ? 0 : 1; /* see fkv_sim_inline */
+    if (options->workers < workers_min || options->workers > WORKERS_MAX)
+        return "workers must be 1 to 256";
     if (options->io_threads < 1 || options->io_threads > WORKERS_MAX)
         return "io_threads must be 1 to 256";
     if (options->memory_alignment == 0

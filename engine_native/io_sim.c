@@ -27,6 +27,7 @@ typedef struct {
     fkv_backend base;
     fkv_sim *sim;
     uint32_t retries;
+    bool threaded;
     pthread_t thread;
 } sim_backend;
 
@@ -155,32 +156,51 @@ static void sleep_until(fkv_sim *sim, uint64_t wake_ns)
     pthread_cond_timedwait(&sim->work, &sim->lock, &wake);
 }
 
+/* One operation forward; false where nothing can be done before *wake_ns. */
+static bool advance(sim_backend *backend, uint64_t *wake_ns)
+{
+    fkv_sim *sim = backend->sim;
+    bool answers;
+    sim_op *s = sim_pick(sim, &answers, wake_ns);
+    if (s == NULL) return false;
+    if (!s->carried) {
+        pthread_mutex_unlock(&sim->lock);
+        int64_t result = carry_out(s);
+        pthread_mutex_lock(&sim->lock);
+        s->result = result;
+        s->carried = true;
+    }
+    if (answers) answer(backend, s);
+    return true;
+}
+
 static void *device_main(void *argument)
 {
     sim_backend *backend = argument;
     fkv_sim *sim = backend->sim;
+    uint64_t wake_ns;
     prctl(PR_SET_TIMERSLACK, 1000); /* ns: a rate is kept to more closely than by default */
 
     pthread_mutex_lock(&sim->lock);
-    while (!sim->stopping || sim->head != NULL) {
-        bool answers;
-        uint64_t wake_ns;
-        sim_op *s = sim_pick(sim, &answers, &wake_ns);
-        if (s == NULL) {
-            sleep_until(sim, wake_ns);
-            continue;
-        }
-        if (!s->carried) {
-            pthread_mutex_unlock(&sim->lock);
-            int64_t result = carry_out(s);
-            pthread_mutex_lock(&sim->lock);
-            s->result = result;
-            s->carried = true;
-        }
-        if (answers) answer(backend, s);
-    }
+    while (!sim->stopping || sim->head != NULL)
+        if (!advance(backend, &wake_ns)) sleep_until(sim, wake_ns);
     pthread_mutex_unlock(&sim->lock);
     return NULL;
+}
+
+/* What hangs stays; what complete() submits on the way is taken along. */
+void sim_drain(fkv_sim *sim)
+{
+    sim_backend *backend = (sim_backend *)sim->backend;
+    uint64_t wake_ns;
+    if (backend == NULL || backend->threaded || sim->draining) return;
+    sim->draining = true;
+    while (sim->head != NULL) {
+        if (advance(backend, &wake_ns)) continue;
+        if (wake_ns == SIM_NEVER) break;
+        sleep_until(sim, wake_ns);
+    }
+    sim->draining = false;
 }
 
 /* ---- the backend ---- */
@@ -208,6 +228,7 @@ static void sim_submit(fkv_backend *base, fkv_io_op *list)
     base->counters.inflight += count;
     pthread_mutex_unlock(&base->lock);
     pthread_cond_signal(&sim->work);
+    sim_drain(sim);
     pthread_mutex_unlock(&sim->lock);
 }
 
@@ -232,8 +253,9 @@ static void sim_close(fkv_backend *base)
     for (sim_op *s = sim->head; s != NULL; s = s->next) s->hanging = false;
     sim->hanging = 0;
     pthread_cond_signal(&sim->work);
+    sim_drain(sim);
     pthread_mutex_unlock(&sim->lock);
-    pthread_join(backend->thread, NULL);
+    if (backend->threaded) pthread_join(backend->thread, NULL);
 
     pthread_mutex_lock(&sim->lock);
     sim->backend = NULL;
@@ -269,8 +291,10 @@ fkv_backend *fkv_io_sim_open(const fkv_engine_options *options, int *status)
     backend->retries = options->retries;
     pthread_mutex_init(&backend->base.lock, NULL);
     *status = device_take(backend->sim, &backend->base);
+    backend->threaded = !backend->sim->inlined;
     if (*status == 0) {
-        *status = fkv_thread_start(&backend->thread, "fkv-sim", device_main, backend);
+        if (backend->threaded)
+            *status = fkv_thread_start(&backend->thread, "fkv-sim", device_main, backend);
         if (*status == 0) return &backend->base;
         device_take(backend->sim, NULL);
     }
@@ -306,6 +330,13 @@ void fkv_sim_free(fkv_sim *sim)
     pthread_cond_destroy(&sim->work);
     pthread_mutex_destroy(&sim->lock);
     free(sim);
+}
+
+void fkv_sim_inline(fkv_sim *sim, int on)
+{
+    pthread_mutex_lock(&sim->lock);
+    sim->inlined = on != 0;
+    pthread_mutex_unlock(&sim->lock);
 }
 
 #else

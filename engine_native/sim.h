@@ -85,6 +85,9 @@ void fkv_sim_release(fkv_sim *sim);                  /* lets what hangs go on */
 uint64_t fkv_sim_hanging(fkv_sim *sim);
 
 /* ---- order and speed ---- */
+/* Engines that are opened from here on have no device thread: who submits an operation carries it
+ * out, and every one that is due. With workers = 0 in their options nothing runs but the caller. */
+void fkv_sim_inline(fkv_sim *sim, int on);
 /* Answers in an order drawn from the seed among up to `window` operations; 1: as submitted. */
 void fkv_sim_order(fkv_sim *sim, uint32_t window);
 /* A device of `channels` that each take latency_us an operation, which share bytes_per_s. 0: as

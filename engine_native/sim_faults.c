@@ -212,6 +212,7 @@ void fkv_sim_release(fkv_sim *sim)
     for (sim_op *s = sim->head; s != NULL; s = s->next) s->hanging = false;
     sim->hanging = 0;
     pthread_cond_signal(&sim->work);
+    sim_drain(sim);
     pthread_mutex_unlock(&sim->lock);
 }
 

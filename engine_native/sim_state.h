@@ -5,7 +5,7 @@
  *  - `lock` guards everything here; it is taken before a backend's own lock, never after;
  *  - what an operation will meet (its number, its place in the order, its fault, its due time, the
  *    file behind its descriptor) is settled when it is submitted, and anew when it is repeated;
- *  - only the device thread carries out, answers and frees operations.
+ *  - one thread at a time carries out, answers and frees operations: the device's, or who drains.
  */
 #ifndef FLASHKV_SIM_STATE_H
 #define FLASHKV_SIM_STATE_H
@@ -49,6 +49,8 @@ struct fkv_sim {
     sim_op *head, *tail;
     uint64_t submitted;
     bool stopping; /* nothing is held back any more */
+    bool inlined;  /* engines that are opened from here on have no thread */
+    bool draining; /* with no thread: somebody carries operations out */
 
     sim_binding *bindings; /* by descriptor */
     uint32_t binding_count;
@@ -70,6 +72,8 @@ struct fkv_sim {
 };
 
 uint64_t sim_now_ns(void);
+
+void sim_drain(fkv_sim *sim); /* io_sim.c: with no thread, carries out what is due */
 
 /* ---- all with sim->lock held ---- */
 /* sim_recording.c */

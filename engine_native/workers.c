@@ -2,7 +2,7 @@
  *
  * Invariants
  *  - tasks start in the order in which they were pushed;
- *  - push() never blocks and wakes a thread only if one sleeps;
+ *  - push() never blocks and wakes a thread only if one sleeps; with no thread it runs the task;
  *  - fkv_workers_free() runs everything that was pushed before it returns.
  */
 #include "allocate.h"
@@ -43,7 +43,6 @@ static void *worker_main(void *argument)
 
 fkv_workers *fkv_workers_new(uint32_t count)
 {
-    if (count < 1) count = 1;
     fkv_workers *workers = fkv_calloc(1, sizeof *workers + count * sizeof workers->threads[0]);
     if (workers == NULL) return NULL;
     pthread_mutex_init(&workers->lock, NULL);
@@ -53,7 +52,7 @@ fkv_workers *fkv_workers_new(uint32_t count)
             != 0)
             break;
     }
-    if (workers->count == 0) {
+    if (workers->count == 0 && count > 0) {
         fkv_workers_free(workers);
         return NULL;
     }
@@ -75,6 +74,10 @@ void fkv_workers_free(fkv_workers *workers)
 
 void fkv_workers_push(fkv_workers *workers, fkv_task *task)
 {
+    if (workers->count == 0) {
+        task->run(task);
+        return;
+    }
     task->next = NULL;
     pthread_mutex_lock(&workers->lock);
     if (workers->head == NULL)

@@ -88,9 +88,13 @@ class BlockIO:
                 f"the I/O backend must be one of {', '.join(BACKENDS)}", value=repr(backend)
             )
         processors = len(os.sched_getaffinity(0))
+        if files.workers is not None:
+            workers = files.workers
+        elif workers is None:
+            workers = min(processors, WORKERS_DEFAULT_MAX)
         self._settings = {
             "queue_depth": queue_depth,
-            "workers": workers or min(processors, WORKERS_DEFAULT_MAX),
+            "workers": workers,
             "io_threads": io_threads or min(queue_depth, IO_THREADS_DEFAULT_MAX),
             "retries": retries,
             "read_buffer_bytes": read_buffer_bytes,

@@ -29,6 +29,9 @@ class FileSystem:
     device: Any = ffi.NULL
     """The native fkv_sim * of that backend."""
 
+    workers: int | None = None
+    """Workers of that backend; None: what the options say."""
+
     # ---- descriptors ----
 
     def open(self, path: Path, flags: int) -> int:

@@ -22,14 +22,14 @@ _SEGMENT_FILE: Final = re.compile(r"\d{8}\.seg")
 
 def segment_path(folder: Path, segment: int) -> Path:
     """The file of a segment."""
-    return folder / SEGMENTS / f"{segment:08d}.seg"
+    return folder / f"{SEGMENTS}/{segment:08d}.seg"
 
 
-def is_own_file(shard: Path, folder: Path, name: str) -> bool:
+def is_own_file(shard: Path | str, folder: Path | str, name: str) -> bool:
     """Whether a file of this name is the shard's own; others may keep files there too."""
-    if folder == shard / SEGMENTS:
+    if str(folder) == f"{shard}/{SEGMENTS}":
         return _SEGMENT_FILE.fullmatch(name) is not None
-    return folder == shard and _SHARD_FILE.fullmatch(name) is not None
+    return str(folder) == str(shard) and _SHARD_FILE.fullmatch(name) is not None
 
 
 def manifest_name(generation: int) -> str:

@@ -165,10 +165,11 @@ class KVGeometry:
                 value=f"{len(self.to_json())} bytes of JSON",
                 limit=limits.GEOMETRY_JSON_BYTES_MAX,
             )
+        # Kept: batches look views up by geometry, and every open and namespace names it.
         object.__setattr__(self, "_hash", hash(self.groups))
 
     def __hash__(self) -> int:
-        number: int = self.__dict__["_hash"]  # kept: batches look views up by geometry
+        number: int = self.__dict__["_hash"]
         return number
 
     @classmethod
@@ -233,18 +234,17 @@ class KVGeometry:
 
     def to_json(self) -> bytes:
         """Canonical JSON: sorted keys, no spaces, ASCII; equal geometries give equal bytes."""
-        return json.dumps(
-            asdict(self, dict_factory=_plain), sort_keys=True, separators=(",", ":")
-        ).encode("ascii")
+        text: bytes | None = self.__dict__.get("_json")
+        if text is None:
+            plain = asdict(self, dict_factory=_plain)
+            text = json.dumps(plain, sort_keys=True, separators=(",", ":")).encode("ascii")
+            object.__setattr__(self, "_json", text)
+        return text
 
     @classmethod
     def from_json(cls, text: bytes | str) -> KVGeometry:
         """The geometry of to_json(). Raises GeometryError."""
-        try:
-            groups = json.loads(text)["groups"]
-            return cls(tuple(_group_from(fields) for fields in groups))
-        except (ValueError, TypeError, KeyError) as error:
-            raise GeometryError(f"not the JSON of a geometry: {error}") from None
+        return _from_json(text)
 
     def digest(self) -> bytes:
         """SHA-256 of the canonical JSON: 32 bytes."""
@@ -265,6 +265,15 @@ def _member(kind: type[Enum], value: object, name: str) -> Enum:
 
 def _plain(items: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return {key: value.value if isinstance(value, Enum) else value for key, value in items}
+
+
+@lru_cache(maxsize=64)
+def _from_json(text: bytes | str) -> KVGeometry:
+    try:
+        groups = json.loads(text)["groups"]
+        return KVGeometry(tuple(_group_from(fields) for fields in groups))
+    except (ValueError, TypeError, KeyError) as error:
+        raise GeometryError(f"not the JSON of a geometry: {error}") from None
 
 
 def _group_from(fields: Mapping[str, Any]) -> Group:

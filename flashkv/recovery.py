@@ -295,11 +295,12 @@ def scan_records(
 def segment_files(folder: Path, files: FileSystem = DISK) -> list[tuple[int, Path]]:
     """(number, path) of every segment file, by number."""
     found = []
-    for name in files.names(folder / SEGMENTS):
+    place = folder / SEGMENTS
+    for name in files.names(place):
         match = _NAME.fullmatch(name)
         if not match or int(match.group(1)) >= limits.SEGMENT_COUNT_MAX:
             continue
-        path = folder / SEGMENTS / name
+        path = place / name
         if files.is_file(path) and not path.is_symlink():
             found.append((int(match.group(1)), path))
     return found

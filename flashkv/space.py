@@ -156,13 +156,17 @@ def disk_usage(root: Path, own: Path | None = None) -> int:
 
     own: a shard's folder; then without the shard's own files.
     """
+    return _usage(os.fspath(root), None if own is None else os.fspath(own))
+
+
+def _usage(folder: str, own: str | None) -> int:
     total = 0
     try:
-        with os.scandir(root) as entries:
+        with os.scandir(folder) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
-                    total += disk_usage(Path(entry.path), own)
-                elif own is None or not is_own_file(own, root, entry.name):
+                    total += _usage(entry.path, own)
+                elif own is None or not is_own_file(own, folder, entry.name):
                     total += entry.stat(follow_symlinks=False).st_blocks * 512
     except OSError:  # it went meanwhile, or others keep it for themselves
         pass

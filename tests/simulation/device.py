@@ -170,6 +170,10 @@ class Device:
 
     # ---- order and speed ----
 
+    def inline(self, on: bool = True) -> None:
+        """Engines that are opened from here on have no device thread."""
+        lib.fkv_sim_inline(self.sim, on)
+
     def order(self, window: int) -> None:
         """Answers out of order among `window` operations; 1: as submitted."""
         lib.fkv_sim_order(self.sim, window)

@@ -24,8 +24,9 @@ from flashkv.filesystem import FileSystem
 
 SECTOR: Final = 512
 CALLS: Final = (
-    "open temporary close write sync sync_data preallocate length_bytes allocated_bytes read names "
-    "make_folder remove_folder rename unlink sync_folder size_bytes free_bytes"
+    "open temporary close write sync sync_data truncate preallocate reserve settle length_bytes "
+    "allocated_bytes read names make_folder remove_folder rename unlink sync_folder size_bytes "
+    "free_bytes"
 ).split()
 """Kinds of calls that can be made to fail."""
 
@@ -73,15 +74,34 @@ class Files:
     folders: dict[str, dict[str, int]] = field(default_factory=lambda: {"": {}})
 
 
+class InlineFiles(FileSystem):
+    """The real files, with nothing but the caller's thread at work: opens fast."""
+
+    backend = "sim"
+    workers = 0
+
+    def __init__(self) -> None:
+        self._device = Device()
+        self._device.inline()
+        self.device = self._device.sim
+
+    def close_device(self) -> None:
+        """Once no store is open on it."""
+        self._device.close()
+
+
 class SimFiles(FileSystem):
     """Files below `root`, seen through a device."""
 
     backend = "sim"
 
-    def __init__(self, root: Path, device: Device) -> None:
+    def __init__(self, root: Path, device: Device, *, inline: bool = True) -> None:
         """root: a folder that is there; what it holds is taken as durable."""
         self.root = root
         self.simulated = device
+        if inline:  # nothing runs but the caller: the same calls give the same recording
+            device.inline()
+            self.workers = 0
         self.device = device.sim
         self.notes: list[Note] = []
         self.names_now = Files()
@@ -211,6 +231,19 @@ class SimFiles(FileSystem):
             self._note("sync_failed", inode=inode, begun=begun)
             raise
         self._note("synced", inode=inode, begun=begun)
+
+    def reserve(self, fd: int, length_bytes: int) -> None:
+        self._check("reserve")
+        super().reserve(fd, length_bytes)
+
+    def settle(self, fd: int) -> None:
+        self._check("settle")
+        super().settle(fd)
+
+    def truncate(self, fd: int, length_bytes: int) -> None:
+        self._check("truncate")
+        self._note("truncate", inode=self._open[fd].inode, length=length_bytes)
+        super().truncate(fd, length_bytes)
 
     def preallocate(self, fd: int, length_bytes: int) -> bool:
         self._check("preallocate")

@@ -29,6 +29,7 @@ from simulation.recording import (
     Replay,
     Tree,
     fates,
+    plain_fates,
     write_tree,
 )
 from simulation.workload import Step, Workload, check_image
@@ -75,13 +76,14 @@ def look(
     tally: Tally,
     *,
     first: int = 0,
-    more: int = 0,
+    more: int | None = None,
     nested: float = 0.0,
 ) -> None:
     """Looks at images at every position from `first` on.
 
-    more: images at random besides those of fates(), at each. nested: share of the images whose
-    opening is itself cut by a crash, at every position of it. Raises ImageError.
+    more: images at random besides those of fates(), at each; None: plain_fates() only. nested:
+    share of the images whose opening is itself cut by a crash, at every position of it. Raises
+    ImageError.
     """
     replay = Replay(workload.files, workload.device.events())
     changed = True
@@ -89,7 +91,8 @@ def look(
         if replay.position >= first and changed:
             tally.boundaries += 1
             pending = replay.pending()
-            for fate in fates(pending, rng, more):
+            chosen = plain_fates(pending) if more is None else fates(pending, rng, more)
+            for fate in chosen:
                 _look_at(replay, fate, workload, folder, rng, tally, nested)
         if replay.position == len(replay.events):
             return
@@ -146,7 +149,7 @@ def _look_inside(
         assert files.open_descriptors() == 0, "descriptors are left open"
         replay = Replay(files, device.events())
         while True:
-            for fate in fates(replay.pending(), rng):
+            for fate in plain_fates(replay.pending()):
                 tally.nested += 1
                 with fresh(folder) as inner:
                     write_tree(replay.image(fate), inner)

@@ -115,7 +115,7 @@ class Replay:
             )
         elif note.what == "truncate":
             self._inode(note.inode).pending.append(
-                Pending(here, here, length=0, truncates=True, note=note)
+                Pending(here, here, length=note.length, truncates=True, note=note)
             )
         elif note.what in ("synced", "sync_failed"):
             self._synced(note.inode, note.begun, note.what == "synced")
@@ -253,19 +253,26 @@ Fate = dict[Pending, int]
 def fates(pending: list[Pending], rng: random.Random, more: int = 0) -> Iterator[Fate]:
     """Those worth a look: all kept, none, each alone lost, kept, torn; `more` at random."""
     everything = dict.fromkeys(pending, KEPT)
-    yield everything
-    if not pending:
-        return
-    yield {}
+    yield from plain_fates(pending)
     for change in pending:
         if len(pending) > 1:
-            yield {**everything, change: LOST}
             yield {change: KEPT}
         if change.data:
             yield {**everything, change: _torn(change, rng)}
             yield {**everything, change: LENGTH_ONLY}
     for _ in range(more):
         yield at_random(pending, rng)
+
+
+def plain_fates(pending: list[Pending]) -> Iterator[Fate]:
+    """All kept, none, each alone lost."""
+    everything = dict.fromkeys(pending, KEPT)
+    yield everything
+    if pending:
+        yield {}
+    if len(pending) > 1:
+        for change in pending:
+            yield {**everything, change: LOST}
 
 
 def at_random(pending: list[Pending], rng: random.Random) -> Fate:

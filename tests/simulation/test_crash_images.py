@@ -1,6 +1,6 @@
 """Crash images by the hundred thousand: random operations, random fates of what was not durable.
 
-FLASHKV_IMAGES=N looks at N images in all.
+Counted are images that differ. FLASHKV_IMAGES=N looks at N in all.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def run(steps: list[Step], seed: int, tally: Tally, *, more: int, nested: float)
 
 
 def run_many(seed: int, images: int) -> Tally:
-    """Until so many images were looked at. A failure is told with the shortest steps that have it."""
+    """Looks at so many images; a failure is told with the shortest steps that have it."""
     rng = random.Random(seed)
     tally = Tally()
-    while tally.images + tally.nested < images:
+    while tally.different + tally.nested < images:
         steps, number = random_steps(rng), rng.getrandbits(32)
         tally.seen.clear()
         try:
@@ -75,7 +75,6 @@ def test_crash_images(seed: int, part: int) -> None:
     print(f"seed {seed}")
     tally = run_many(seed, IMAGES // PARTS)
     print(tally)
-    assert tally.different > tally.images // 20
 
 
 @pytest.mark.soak

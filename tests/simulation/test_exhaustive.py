@@ -20,7 +20,7 @@ PARTS = 14
 
 
 def run(names: tuple[str, ...], seed: int, tally: Tally) -> None:
-    """A store with two flushed keys and one that isn't; the operations; all images from there on."""
+    """A store with flushed keys and others; the operations; all images from there on."""
     rng = random.Random(f"{seed} {names}")
     with scratch() as folder:
         root = folder / "made"

@@ -17,10 +17,10 @@ from typing import Any, Final
 import numpy as np
 from simulation.account import Account
 from simulation.device import Device
-from simulation.filesystem import SimFiles
+from simulation.filesystem import InlineFiles, SimFiles
 
 from flashkv import BlockStatus, Identity, KVGeometry, Options, Store, limits
-from flashkv.filesystem import DISK, FileSystem
+from flashkv.filesystem import DISK
 from flashkv.folder import is_own_file
 from flashkv.segments import SegmentState
 
@@ -217,12 +217,28 @@ class Workload:
 
 
 def check_image(
-    path: Path, versions: dict[bytes, set[int]], files: FileSystem = DISK, *, again: bool = False
+    path: Path,
+    versions: dict[bytes, set[int]],
+    files: SimFiles | None = None,
+    *,
+    again: bool = False,
 ) -> dict[bytes, int]:
     """Opens the store that a crash left, holds it to its promises, and tells what it shows.
 
     again: it is closed, opened once more and must show the same, with a new block besides.
     """
+    if files is None:
+        plain = InlineFiles()
+        try:
+            return _check_image(path, versions, plain, again)
+        finally:
+            plain.close_device()
+    return _check_image(path, versions, files, again)
+
+
+def _check_image(
+    path: Path, versions: dict[bytes, set[int]], files: InlineFiles | SimFiles, again: bool
+) -> dict[bytes, int]:
     store = Store(path, CAPACITY, GEOMETRY, options(), read_only=False, files=files)
     try:
         found = read_versions(store, versions)
