@@ -16,6 +16,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -133,14 +134,20 @@ class Identity:
             raise IdentityError("an identity needs a model", advice="Give its name or path")
         if self.geometry is not None and not isinstance(self.geometry, KVGeometry):
             raise IdentityError("geometry must be a KVGeometry", value=repr(self.geometry))
-        object.__setattr__(self, "extras", _checked_extras(self.extras))
+        object.__setattr__(self, "extras", MappingProxyType(_checked_extras(self.extras)))
 
     def __hash__(self) -> int:
         return hash((self.model, self.revision, self.weights_fingerprint, self.geometry))
 
     def with_geometry(self, geometry: KVGeometry) -> Identity:
         """This identity with the store's geometry where it has none."""
-        return self if self.geometry is not None else replace(self, geometry=geometry)
+        if self.geometry is not None:
+            return self
+        whole: Identity | None = self.__dict__.get("_whole")
+        if whole is None or whole.geometry != geometry:
+            whole = replace(self, geometry=geometry)
+            object.__setattr__(self, "_whole", whole)  # with its digest, for the next time
+        return whole
 
     def fields(self) -> dict[str, Any]:
         """Readable fields, for stores' records and tools; the geometry as plain JSON values."""
@@ -152,6 +159,9 @@ class Identity:
 
     def to_json(self) -> bytes:
         """Canonical JSON of fields(): sorted keys, no spaces, ASCII."""
+        kept: bytes | None = self.__dict__.get("_json")
+        if kept is not None:
+            return kept
         text = json.dumps(self.fields(), sort_keys=True, separators=(",", ":")).encode("ascii")
         if len(text) > limits.IDENTITY_JSON_BYTES_MAX:
             raise IdentityError(
@@ -159,6 +169,7 @@ class Identity:
                 value=f"{len(text)} bytes of JSON",
                 limit=limits.IDENTITY_JSON_BYTES_MAX,
             )
+        object.__setattr__(self, "_json", text)
         return text
 
     def digest(self) -> bytes:
@@ -168,6 +179,9 @@ class Identity:
                 "an identity has no digest without a geometry",
                 advice="Call with_geometry() with the store's",
             )
+        kept: bytes | None = self.__dict__.get("_digest")
+        if kept is not None:
+            return kept
         parts = [(name, getattr(self, name).encode()) for name in _TEXT_FIELDS]
         parts.append(("geometry", self.geometry.to_json()))
         parts += [(f"extra:{name}", _extra_text(value)) for name, value in self.extras.items()]
@@ -175,6 +189,7 @@ class Identity:
         for name, value in parts:
             label = name.encode()
             sha.update(struct.pack("<II", len(label), len(value)) + label + value)
+        object.__setattr__(self, "_digest", sha.digest())
         return sha.digest()
 
 

@@ -65,6 +65,12 @@ def block(key: bytes, version: int) -> np.ndarray:
     return made
 
 
+@lru_cache(maxsize=4096)
+def block_bytes(key: bytes, version: int) -> bytes:
+    """The same as bytes."""
+    return block(key, version).tobytes()
+
+
 def blocks(keys: Sequence[bytes], version: int) -> np.ndarray:
     """uint16[N, *BLOCK_SHAPE]"""
     return np.stack([block(key, version) for key in keys])
@@ -77,13 +83,13 @@ def read_versions(store: Store, versions: dict[bytes, set[int]]) -> dict[bytes, 
     keys = list(versions)
     out = np.full((len(keys), *BLOCK_SHAPE), 0xA5A5, np.uint16)
     result = store.namespace(IDENTITY).get(keys, out)
+    statuses = result.statuses
+    strange = (statuses != BlockStatus.OK) & (statuses != BlockStatus.MISS)
+    assert not strange.any(), result
     found = {}
-    for row, key in enumerate(keys):
-        if result[row] == BlockStatus.MISS:
-            continue
-        assert result[row] == BlockStatus.OK, f"{key!r}: {result[row].name}"
-        data = out[row].tobytes()
-        equal = [v for v in versions[key] if block(key, v).tobytes() == data]
+    for row in (statuses == BlockStatus.OK).nonzero()[0].tolist():
+        key, data = keys[row], out[row].tobytes()
+        equal = [v for v in versions[key] if block_bytes(key, v) == data]
         assert equal, f"{key!r} holds bytes that were never put under it"
         found[key] = equal[0]
     return found
