@@ -15,7 +15,8 @@ static uint8_t *first_direct(const fkv_reading *reading, uint64_t *bytes)
 {
     const fkv_read_batch *batch = reading->job->batch;
     const fkv_read_record *r = reading->request;
-    if (!(r->flags & FKV_RECORD_ALIGNED) || r->record_blocks != 1 || r->want_count != 1)
+    if (!(r->flags & FKV_RECORD_ALIGNED) || r->record_blocks != 1 || r->want_count != 1
+        || r->record_tokens > batch->view->order.block_tokens)
         return NULL;
     const fkv_read_want *w = fkv_want_at(reading, r->first_want);
     *bytes = fkv_block_bytes(batch->geometry, r->record_tokens);

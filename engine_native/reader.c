@@ -96,7 +96,8 @@ static bool header_fits(fkv_reading *reading, const fkv_header *h)
     const fkv_read_record *r = reading->request;
     const fkv_record_header *f = &h->fixed;
     if (f->kind != FKV_KIND_DATA || f->sequence != r->sequence || f->pages != r->pages
-        || f->header_pages != r->header_pages || f->tokens != r->record_tokens) {
+        || f->header_pages != r->header_pages || f->tokens != r->record_tokens
+        || f->block_count != r->record_blocks) {
         fkv_reading_fail(reading, FKV_DAMAGED);
         return false;
     }
@@ -119,6 +120,9 @@ static bool header_fits(fkv_reading *reading, const fkv_header *h)
             w->token_count = (uint16_t)(tokens - w->first_token);
         if (!same || !w->token_count || (uint32_t)w->first_token + w->token_count > tokens)
             fkv_want_fail(reading, r->first_want + i, FKV_MISS);
+        else if (w->token_count > batch->view->order.block_tokens)
+            /* The memory was made for the tokens that the directory says the block has. */
+            fkv_want_fail(reading, r->first_want + i, FKV_DAMAGED);
         else
             any = true;
     }
