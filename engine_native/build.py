@@ -9,7 +9,9 @@ Invariants
    chosen at run time;
  - without liburing the module still builds, and the `threads` backend serves;
  - FLASHKV_TEST_BUILD=1 in the environment adds the simulated device and memory that runs out
-   (FKV_TEST_BUILD, sim.h); no wheel is built with it.
+   (FKV_TEST_BUILD, sim.h); no wheel is built with it;
+ - FLASHKV_COVERAGE=1 counts branches (gcov), in a build of its own below build/coverage; the one in
+   flashkv/ stays as it is.
 
 `pip install .` comes here through setup.py (cffi_modules); `python engine_native/build.py` builds
 in place, into flashkv/, and is a test build unless FLASHKV_TEST_BUILD=0.
@@ -63,6 +65,11 @@ def is_test_build() -> bool:
     return os.environ.get("FLASHKV_TEST_BUILD", "0") == "1"
 
 
+def is_coverage_build() -> bool:
+    """Whether the environment asks for one."""
+    return os.environ.get("FLASHKV_COVERAGE", "0") == "1"
+
+
 def declarations() -> str:
     """The headers as cffi takes them: no preprocessor lines, constants left to the compiler."""
     lines = []
@@ -108,6 +115,8 @@ def make_builder() -> FFI:
     macros = [("FKV_HAVE_LIBURING", "1")] if liburing else []
     if is_test_build():
         macros.append(("FKV_TEST_BUILD", "1"))
+    # Counts of all threads, each exact.
+    counting = ["-O0", "--coverage", "-fprofile-update=atomic"] if is_coverage_build() else []
     folder = ROOT / FOLDER
     builder = FFI()
     builder.cdef(declarations())
@@ -131,8 +140,9 @@ def make_builder() -> FFI:
             "-UNDEBUG",  # asserts state invariants and stay
             "-fvisibility=hidden",
             "-pthread",
+            *counting,
         ],
-        extra_link_args=["-pthread"],
+        extra_link_args=["-pthread", *counting],
     )
     return builder
 
@@ -143,7 +153,11 @@ def build_in_place() -> int:
     (ROOT / "build").mkdir(exist_ok=True)
     with (ROOT / "build" / "native.lock").open("w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+        command = [sys.executable, "setup.py", "--quiet", "build_ext"]
+        if is_coverage_build():
+            command += ["--build-lib=build/coverage/lib", "--build-temp=build/coverage/objects"]
+        else:
+            command += ["--inplace"]
         return subprocess.run([*command, *sys.argv[1:]], cwd=ROOT, check=False).returncode
 
 
