@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -134,6 +134,8 @@ class Replay:
                 rest.append(change)
             elif well:
                 apply(inode.durable, change, KEPT)
+                # What failed there before and may be on disk all the same is overwritten.
+                rest = [part for older in rest for part in _uncovered(older, change)]
             else:
                 change.doubtful = True
                 rest.append(change)
@@ -212,6 +214,20 @@ def apply(data: bytearray, change: Pending, fate: int) -> None:
                 start = max((first + sector) * SECTOR, change.offset)
                 stop = min((first + sector + 1) * SECTOR, change.offset + len(change.data))
                 data[start:stop] = change.data[start - change.offset : stop - change.offset]
+
+
+def _uncovered(older: Pending, newer: Pending) -> list[Pending]:
+    """What is left of a doubtful change to a file's bytes under one that is durable."""
+    start, end = older.offset, older.offset + len(older.data)
+    first, last = newer.offset, newer.offset + len(newer.data)
+    if not older.doubtful or last <= start or end <= first:
+        return [older]
+    parts = [(start, max(start, min(first, end))), (min(end, max(last, start)), end)]
+    return [
+        replace(older, offset=a, data=older.data[a - start : b - start], length=b)
+        for a, b in parts
+        if a < b
+    ]
 
 
 def apply_name(folders: dict[str, dict[str, int]], note: Note | None) -> None:
