@@ -281,7 +281,7 @@ def _hit(view: HeaderView, bad_pages: list[int]) -> list[int]:
 
 def _kept(walked: list[Walked], end_page: int) -> Contents:
     """Rows of the records that are to stay: a record of which some block is whole is."""
-    starts = [one.view.page for one in walked[1:]] + [end_page]
+    starts = [one.view.page for one in walked[1:]] + [end_page] * bool(walked)
     kept = [
         one
         for one, end in zip(walked, starts, strict=True)
