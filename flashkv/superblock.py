@@ -49,11 +49,13 @@ class Superblock:
 
     @classmethod
     def decode(cls, page: bytes, name: str) -> Superblock | None:
-        """None where the page is damaged.
+        """None where the page is damaged. What a file holds behind its first page is no part of it:
+        a page that is written there would not take it away.
 
         Raises FormatError for a format that this build doesn't know.
         """
         size = int(ffi.sizeof("fkv_superblock"))
+        page = page[: limits.PAGE_BYTES]
         if len(page) != limits.PAGE_BYTES or page[:8] != SUPER_MAGIC or not crc_right(page):
             return None
         row = ffi.new("fkv_superblock *")

@@ -17,6 +17,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -84,20 +85,21 @@ def check(
     *,
     geometry: KVGeometry | None = None,
     capacity_bytes: int | None = None,
+    alone: bool = False,
 ) -> Outcome:
     """Checks a store and says what a repair would do. Takes no lock, changes nothing.
 
-    Raises NotAStoreError, FormatError, OSError.
+    alone: the caller has the lock. Raises NotAStoreError, FormatError, OSError.
     """
     outcome = Outcome(path)
     if never_written(shard_folder(path)):
         what = "no store yet: its making was cut off, the next open makes it"
         outcome.findings = [Finding(NOTE, what, str(path))]
         return outcome
-    outcome.checked = verify(path, show, salvage=True)
+    outcome.checked = verify(path, show, salvage=True, alone=alone)
     outcome.findings = outcome.checked.findings
     view = outcome.view = StoreView(path, salvage=True)
-    outcome.writer_seen = view.writer_seen()
+    outcome.writer_seen = not alone and view.writer_seen()
     outcome.plan = make_plan(
         view, outcome.damage, geometry=geometry, capacity_bytes=capacity_bytes
     )
@@ -123,15 +125,17 @@ def repair(
             return first
     lock = opening.ShardLock(folder, files)
     try:
-        outcome = check(path, show, geometry=geometry, capacity_bytes=capacity_bytes)
+        look = partial(
+            check, path, show, geometry=geometry, capacity_bytes=capacity_bytes, alone=True
+        )
+        outcome = look()
         if outcome.plan.steps:
             # What a killed writer left on its way may land until here: then look again.
             SegmentHands(folder, files).settle()
-            outcome = check(path, show, geometry=geometry, capacity_bytes=capacity_bytes)
-        outcome.writer_seen = False  # that is this one
+            outcome = look()
         if outcome.plan.steps and outcome.view is not None:
             outcome.plan.apply(outcome.view, files, outcome.mended.append)
-            outcome.after = verify(path, salvage=True).of(DAMAGE)
+            outcome.after = verify(path, salvage=True, alone=True).of(DAMAGE)
         outcome.repaired = True
     finally:
         lock.release()

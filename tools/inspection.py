@@ -108,11 +108,11 @@ class StoreView:
     def _read_log(self) -> tuple[Superblock, ManifestState, bool]:
         """As opening.load_manifest, without refusals: a writer may begin a new log meanwhile."""
         for _ in range(READ_TRIES):
-            right = self._read_superblocks()
-            block = right or self._block_of_segments()
-            if right is not None and self.superblock_faults:  # the other may have ruled, as for
+            block = self._read_superblocks() or self._block_of_segments()
+            mine = [b for b in self.superblocks.values() if b and b.store_uuid == block.store_uuid]
+            if len(mine) == 1:  # the lost one may have ruled: see read_superblock()
                 later = replace(block, manifest_generation=block.manifest_generation + 1)
-                block = later if self._state_of(later)[1] else block  # read_superblock()
+                block = later if self._state_of(later)[1] else block
             state, found = self._state_of(block)
             if found:
                 self.log_used = block.manifest_generation

@@ -191,15 +191,9 @@ def gaps(records: Any, end: int) -> list[tuple[int, int]]:
 
 
 def contents_of(walked: list[Walked], *, whole: bool = True) -> Contents:
-    """Rows of the data records whose pages are all right.
-
-    whole False: of those in front of the last such record that lack pages, too.
-    """
-    good = [w for w in walked if not w.bad_pages]
+    """Rows of the data records whose pages are all right; whole False: of all of them."""
+    good = [w for w in walked if not (whole and w.bad_pages)]
     next_page = max((w.end_page for w in good), default=FIRST_PAGE)
-    if not whole:
-        starts = [w.view.page for w in walked[1:]] + [next_page]
-        good = [w for w, end in zip(walked, starts, strict=True) if w.end_page <= end]
     data = [w.view for w in good if w.view["kind"] == lib.FKV_KIND_DATA]
     names: dict[bytes, int] = {}
     records = np.zeros(len(data), DIR_RECORD)

@@ -61,7 +61,7 @@ class SegmentCheck:
     def _file(self, file: ReadFile) -> None:
         segment, size = self.segment, self.view.block.segment_bytes
         known = self.view.state.epochs.get(segment.number, 0)
-        begun = segment.counts or bool(known)
+        begun = segment.counts or (known and segment.number not in self.view.state.freed)
         if size and file.size != size:
             what = f"the file has {file.size} of {size} bytes"
             self._add(DAMAGE if begun else NOTE, what, fault="length")
