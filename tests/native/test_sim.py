@@ -183,4 +183,4 @@ def test_forgetting_while_operations_run(device: Device, engine: Engine, fd: int
     device.release()
     assert engine.reap() == [(0, 0)]
     (note,) = device.events()
-    assert (note.kind, note.inode, note.result) == (dev.NOTE, 5, 0)
+    assert (note.kind, note.inode, note.result, note.ended) == (dev.NOTE, 5, 0, NEVER)
