@@ -288,7 +288,7 @@ int fkv_index_add(fkv_index *index, uint32_t segment, const fkv_directory_record
                   .kills = kills,
                   .kill_count = kill_count,
                   .dropped = dropped};
-    const fkv_directory_block *end = blocks + block_count;
+    const fkv_directory_block *end = block_count ? blocks + block_count : blocks;
     fkv_index_lock(index);
     int status = prepare(index, segment, records, record_count, block_count, namespace_ids);
     if (status == 0) add.epoch = index->segments[segment].epoch;

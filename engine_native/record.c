@@ -166,11 +166,11 @@ static bool decode_raw(fkv_header *h, const tlv_view *t)
 {
     if (t[FKV_TLV_ORDER].length != sizeof h->order) return false;
     memcpy(&h->order, t[FKV_TLV_ORDER].data, sizeof h->order);
-    uint32_t seen = 0;
-    for (int i = 0; i < 4; i++) {
-        if (h->order.axes[i] > 3) return false;
-        seen |= 1u << h->order.axes[i];
-    }
+    /* An order that this geometry can't lie in, or sums that don't fit, are refused here: readers take
+     * offsets from it unseen. */
+    fkv_order_row order = h->order;
+    order.block_tokens = h->fixed.tokens;
+    if (fkv_view_fill(&h->geometry, &order, 0, NULL, NULL) != 1) return false;
     uint64_t bytes = 0, logical = 0;
     h->block_offsets = part(h, h->fixed.block_count + 1u, sizeof *h->block_offsets);
     if (!h->block_offsets) return false;
@@ -181,8 +181,7 @@ static bool decode_raw(fkv_header *h, const tlv_view *t)
         logical += block;
     }
     h->block_offsets[h->fixed.block_count] = bytes;
-    if (seen != 15 || logical != h->fixed.logical_bytes || bytes != h->fixed.payload_bytes)
-        return false;
+    if (logical != h->fixed.logical_bytes || bytes != h->fixed.payload_bytes) return false;
     if (h->fixed.flags & FKV_RECORD_INLINE) {
         h->inline_payload = t[FKV_TLV_INLINE].data;
         return h->payload_pages == 0 && t[FKV_TLV_INLINE].length == bytes;

@@ -1,22 +1,17 @@
-"""Stripes that no encoder wrote: taken or refused, nothing outside them is read or written."""
+"""Stripes that no encoder wrote: taken or refused, on all code paths alike.
+
+tests/fuzz looks after what lies outside them, under sanitizers.
+"""
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-from pathlib import Path
-
 import fxp_reference as fxp
 import numpy as np
-import pytest
 from fxp_reference import BF16, FP16, PLAIN
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flashkv.native import ffi, lib
-
-ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ["engine_native/codec_fxp.c", "engine_native/codec_fxp_avx2.c", "engine_native/cpu.c"]
 
 
 def decode_on_all_paths(
@@ -106,34 +101,3 @@ def test_fp16_escapes_have_five_bits() -> None:
     stripe = bytes.fromhex("0000FF 040404 04 06 02 1E")
     assert decode_on_all_paths(stripe, (1, 6), FP16, bases) is not None
     assert decode_on_all_paths(stripe[:-1] + b"\x3e", (1, 6), FP16, bases) is None
-
-
-def test_decode_under_sanitizers(tmp_path: Path) -> None:
-    """asan_fxp.c: exact-size allocations, valid, mutated and random stripes, every code path."""
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler")
-    flags = ["-std=c11", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    probe = tmp_path / "probe.c"
-    probe.write_text("int main(void) { return 0; }\n")
-    linked = subprocess.run(
-        [compiler, *flags, str(probe), "-o", str(tmp_path / "probe")],
-        check=False,
-        capture_output=True,
-    )
-    if linked.returncode != 0 or subprocess.run([str(tmp_path / "probe")], check=False).returncode:
-        pytest.skip("the compiler has no address and undefined-behaviour sanitizers")
-    program = tmp_path / "asan_fxp"
-    sources = [str(ROOT / source) for source in [*SOURCES, "tests/native/asan_fxp.c"]]
-    subprocess.run(
-        [compiler, *flags, f"-I{ROOT / 'engine_native'}", *sources, "-o", str(program)], check=True
-    )
-    ran = subprocess.run(
-        [str(program), "1", "3000"],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={"ASAN_OPTIONS": "detect_leaks=0"},
-    )
-    assert ran.returncode == 0, ran.stderr

@@ -134,6 +134,8 @@ def test_lengths_that_overflow() -> None:
         for ordinal in (0, 0xFFFFFFFF):
             log = HEAD.pack(0, 9, 0, length, ordinal) + bytes(24)
             assert walked(log) == model(log)
+    stray = encode_entry(9, b"", 16, UUID)  # a whole log of its length could not come to there
+    assert walked(stray) == model(stray) == []
     last = encode_entry(9, b"", 7, UUID)
     assert walked(last + bytes(8)) == model(last + bytes(8)) == [(9, b"", False)]
 

@@ -1,0 +1,101 @@
+/* fuzz_codec.c: stripes that no encoder wrote, on both code paths.
+ *
+ * Input: mode, count of rows, values a row (16 bits), which rows are wanted (8 bits, repeated), the
+ * exponent bases, the stripe.
+ * Promises: nothing outside stripe, bases and rows is touched; the paths agree in verdict and bytes;
+ * what was decoded, encoded again with the same bases, decodes to the same rows.
+ */
+#include "fuzz.h"
+
+#define ROWS_MAX 64u
+
+typedef struct {
+    uint32_t mode, count, vector_bytes;
+    uint8_t wanted, *bases;
+    uint32_t bases_bytes;
+} stripe_shape;
+
+static void make_rows(const stripe_shape *s, uint64_t *rows, bool all)
+{
+    for (uint32_t r = 0; r < s->count; r++) {
+        bool wanted = all || s->wanted >> (r % 8) & 1;
+        rows[r] = wanted ? (uint64_t)(uintptr_t)exactly(s->vector_bytes) : 0;
+        if (rows[r]) memset((void *)(uintptr_t)rows[r], 0xA5, s->vector_bytes);
+    }
+}
+
+static void free_rows(const stripe_shape *s, uint64_t *rows)
+{
+    for (uint32_t r = 0; r < s->count; r++)
+        if (rows[r]) give_back((void *)(uintptr_t)rows[r], s->vector_bytes);
+}
+
+static void same_rows(const stripe_shape *s, const uint64_t *a, const uint64_t *b)
+{
+    for (uint32_t r = 0; r < s->count; r++)
+        if (a[r] && b[r])
+            PROMISE(!memcmp((void *)(uintptr_t)a[r], (void *)(uintptr_t)b[r], s->vector_bytes));
+}
+
+/* Rows -> stripe -> rows, on both paths. */
+static void again(const stripe_shape *s, const uint64_t *rows)
+{
+    uint8_t *stripes[2];
+    uint32_t lengths[2];
+    for (int level = 0; level < 2; level++) {
+        uint16_t *costs = exactly(s->count * sizeof *costs);
+        uint64_t back[ROWS_MAX];
+        fkv_use_simd(level);
+        fkv_fxp_costs(rows, s->count, s->vector_bytes, s->mode, s->bases, costs);
+        lengths[level] = 0;
+        for (uint32_t r = 0; r < s->count; r++) lengths[level] += costs[r];
+        stripes[level] = exactly(lengths[level]);
+        PROMISE(fkv_fxp_encode(rows, s->count, s->vector_bytes, s->mode, s->bases, stripes[level])
+                == lengths[level]);
+        make_rows(s, back, true);
+        PROMISE(fkv_fxp_decode(stripes[level], lengths[level], s->count, s->vector_bytes, s->mode,
+                               s->bases, back)
+                == 0);
+        same_rows(s, rows, back);
+        free_rows(s, back);
+        give_back(costs, s->count * sizeof *costs);
+    }
+    PROMISE(lengths[0] == lengths[1] && !memcmp(stripes[0], stripes[1], lengths[0]));
+    for (int level = 0; level < 2; level++) give_back(stripes[level], lengths[level]);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
+{
+    fuzz_input in = {data, size};
+    stripe_shape s = {.mode = take8(&in) % 4u, .count = take8(&in) % (ROWS_MAX + 1)};
+    s.vector_bytes = s.mode == FKV_STREAM_PLAIN ? take16(&in) % 2049u : take16(&in) % 1025u * 2;
+    s.wanted = take8(&in);
+    s.bases_bytes = (s.vector_bytes / 2 + FKV_STREAM_GROUP - 1) / FKV_STREAM_GROUP;
+    s.bases = exactly(s.bases_bytes);
+    take(&in, s.bases, s.bases_bytes);
+    size_t length;
+    uint8_t *stripe = take_rest(&in, &length);
+    uint64_t rows[2][ROWS_MAX], all[ROWS_MAX];
+    int verdicts[2];
+    for (int level = 0; level < 2; level++) {
+        fkv_use_simd(level);
+        make_rows(&s, rows[level], false);
+        verdicts[level] = fkv_fxp_decode(stripe, (uint32_t)length, s.count, s.vector_bytes, s.mode,
+                                         s.bases, rows[level]);
+    }
+    PROMISE(verdicts[0] == verdicts[1]);
+    if (verdicts[0] == 0) {
+        same_rows(&s, rows[0], rows[1]);
+        make_rows(&s, all, true);
+        PROMISE(fkv_fxp_decode(stripe, (uint32_t)length, s.count, s.vector_bytes, s.mode, s.bases,
+                               all)
+                == 0);
+        same_rows(&s, rows[0], all);
+        again(&s, all);
+        free_rows(&s, all);
+    }
+    for (int level = 0; level < 2; level++) free_rows(&s, rows[level]);
+    give_back(stripe, length);
+    give_back(s.bases, s.bases_bytes);
+    return 0;
+}
