@@ -40,17 +40,29 @@ int fkv_direct_alignment(int32_t fd, uint32_t *memory_bytes, uint32_t *offset_by
 #endif
 }
 
-int fkv_preallocate(int32_t fd, uint64_t length)
+/* 0; 1: the file system can't reserve; or -errno. */
+static int allocate(int32_t fd, int mode, uint64_t length)
 {
-    struct stat status;
     int result = 0;
     if (length == 0) return 0;
     /* Not posix_fallocate: the C library's substitute for it writes into every block. */
     for (int i = 0; i < INTERRUPTIONS_MAX; i++) {
-        result = fallocate(fd, 0, 0, (off_t)length) == 0 ? 0 : -errno;
+        result = fallocate(fd, mode, 0, (off_t)length) == 0 ? 0 : -errno;
         if (result != -EINTR) break;
     }
-    if (result != -EOPNOTSUPP && result != -ENOSYS) return result;
+    return result == -EOPNOTSUPP || result == -ENOSYS ? 1 : result;
+}
+
+int fkv_reserve(int32_t fd, uint64_t length)
+{
+    return allocate(fd, FALLOC_FL_KEEP_SIZE, length);
+}
+
+int fkv_preallocate(int32_t fd, uint64_t length)
+{
+    struct stat status;
+    int result = allocate(fd, 0, length);
+    if (result != 1) return result;
     if (fstat(fd, &status) != 0) return -errno;
     if ((uint64_t)status.st_size < length && ftruncate(fd, (off_t)length) != 0) return -errno;
     return 1;

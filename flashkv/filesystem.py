@@ -75,6 +75,10 @@ class FileSystem:
         """Cuts a file that is longer; for repairs."""
         os.ftruncate(fd, length_bytes)
 
+    def reserve(self, fd: int, length_bytes: int) -> None:
+        """Space for a file to grow to `length_bytes`, where it can be had; its length stays."""
+        lib.fkv_reserve(fd, length_bytes)
+
     def settle(self, fd: int) -> None:
         """Returns once direct writes that a killed process left on their way have arrived.
 
@@ -83,7 +87,7 @@ class FileSystem:
         on ext4, xfs and f2fs the former, on btrfs and ext2 the latter.
         """
         length = os.fstat(fd).st_size
-        lib.fkv_preallocate(fd, min(length, limits.PAGE_BYTES))  # be it refused
+        lib.fkv_reserve(fd, min(length, limits.PAGE_BYTES))  # be it refused
         os.ftruncate(fd, length)
 
     def length_bytes(self, fd: int) -> int:

@@ -105,6 +105,8 @@ OPEN_FILES_SHARE: Final = 2
 """A store keeps one descriptor a segment: at most one in two of the process' (ulimit -n)."""
 OPEN_FILES_SPARE: Final = 16
 """... and besides leaves so many for logs, folders and whatever opens one for a moment."""
+LOG_ROOM_BYTES: Final = 64 * KIB
+"""Reserved behind each manifest log: some 2,000 kills or 600 reclaimed segments on a full disk."""
 NAMESPACE_TEXT_SHARE: Final = 8
 """Readable identities in the log take at most an eighth of metadata's share of the capacity."""
 

@@ -7,17 +7,20 @@ Invariants
     durable; the other superblock stays as it was, so that a torn write leaves the state before;
   - entries count in their order, see manifest_log.py;
   - a failed write or sync of the log is never repeated in place: the state goes into a new log, or
-    the shard stops accepting writes.
+    the shard stops accepting writes;
+  - on a full disk the log lives on its own room: each is begun with some behind its end, and the
+    log before gives its own to the next one.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import uuid
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +46,8 @@ from flashkv.manifest_log import (
 )
 from flashkv.native import ffi, lib
 from flashkv.superblock import Superblock
+
+FULL_DISK: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 def new_uuid() -> bytes:
@@ -125,7 +130,8 @@ class Manifest:
         The log before, the present one with what is to come, and a checkpoint of both.
         """
         length = self._length + more_bytes
-        return self._length_before + 2 * length + 16 * limits.PAGE_BYTES
+        room = 3 * limits.LOG_ROOM_BYTES + 16 * limits.PAGE_BYTES
+        return self._length_before + 2 * length + room
 
     def namespace_added(self, digest: bytes, identity_json: bytes) -> None:
         """Readable identity of a namespace, before its first record."""
@@ -168,28 +174,17 @@ class Manifest:
         Raises StoreError where the folder can't be written. Which log rules on flash is uncertain
         then, so nothing is appended to either: the next entry tries again.
         """
-        files = self._files
         generation = self.superblock.manifest_generation + 1
-        path = self.folder / manifest_name(generation)
         self._ordinal = 0
         data = b"".join(
             self._encode(kind, payload) for kind, payload in self._state_entries(generation)
         )
-        new = self.folder / NEW_LOG
         self._uncertain = True
         try:
-            fd = files.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW)
-            try:
-                files.write(fd, data)
-                files.sync(fd)
-                files.rename(new, path)  # one that a failed try left was whole as well
-                files.sync_folder(self.folder)
-                self._point_to(generation)
-            except OSError:
-                files.close(fd)
-                raise
+            fd = self._new_log(generation, data)
         except OSError as error:
-            raise StoreError(f"can't write the manifest {path.name}: {error}") from error
+            name = manifest_name(generation)
+            raise StoreError(f"can't write the manifest {name}: {error}") from error
         self._uncertain = False
         self.close()
         self._fd = fd
@@ -197,6 +192,45 @@ class Manifest:
         self._length = self._checkpoint_length = len(data)
         self.bytes_written += len(data) + limits.PAGE_BYTES
         self._remove_old(generation)
+
+    def _new_log(self, generation: int, data: bytes) -> int:
+        """The new log's descriptor; a superblock points to it. Raises OSError.
+
+        On a full disk it takes over the file of the log before the present one, with all the room
+        that it has: xfs makes no file there, and others are quick to take what is given up. That
+        log is kept in case the present superblock is damaged; no crash needs it any more.
+        """
+        files, new = self._files, self.folder / NEW_LOG
+        before = self.folder / manifest_name(generation - 2)
+        if files.free_bytes(self.folder) > limits.MIB or not files.is_file(before):
+            try:
+                return self._written_log(generation, data, os.O_CREAT | os.O_TRUNC)
+            except OSError as error:
+                if error.errno not in FULL_DISK or not files.is_file(before):
+                    raise
+        files.rename(before, new)
+        fd = files.open(new, os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            files.write(fd, bytes(files.length_bytes(fd)))  # its entries must not follow the new
+        finally:
+            files.close(fd)
+        return self._written_log(generation, data, 0)
+
+    def _written_log(self, generation: int, data: bytes, flags: int) -> int:
+        files, new = self._files, self.folder / NEW_LOG
+        fd = files.open(new, os.O_RDWR | os.O_NOFOLLOW | flags)
+        try:
+            files.write(fd, data)
+            files.reserve(fd, len(data) + limits.LOG_ROOM_BYTES)
+            files.sync(fd)
+            # A log of that name, of a try that failed, was whole as well.
+            files.rename(new, self.folder / manifest_name(generation))
+            files.sync_folder(self.folder)
+            self._point_to(generation)
+        except OSError:
+            files.close(fd)
+            raise
+        return fd
 
     def _point_to(self, generation: int) -> None:
         block = self.superblock

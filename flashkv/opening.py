@@ -228,19 +228,30 @@ def open_io(folder: Path, options: Options, files: FileSystem, *, read_only: boo
     paths = (folder / name for name in SUPERBLOCKS)
     whole = (path for path in paths if path.is_file() and path.stat().st_size >= limits.PAGE_BYTES)
     probe = next(whole, None)
-    return BlockIO(
-        folder,
-        backend=options.backend,
-        queue_depth=options.queue_depth,
-        workers=options.workers,
-        io_threads=options.io_threads,
-        retries=options.retries,
-        read_buffer_bytes=int(options.read_buffer_bytes),
-        header_cache_bytes=int(options.header_cache_bytes),
-        direct_io=options.direct_io,
-        probe_file=probe if read_only else None,
-        files=files,
-    )
+
+    def engine(probe_file: Path | None) -> BlockIO:
+        return BlockIO(
+            folder,
+            backend=options.backend,
+            queue_depth=options.queue_depth,
+            workers=options.workers,
+            io_threads=options.io_threads,
+            retries=options.retries,
+            read_buffer_bytes=int(options.read_buffer_bytes),
+            header_cache_bytes=int(options.header_cache_bytes),
+            direct_io=options.direct_io,
+            probe_file=probe_file,
+            files=files,
+        )
+
+    if read_only:
+        return engine(probe)
+    try:
+        return engine(None)
+    except OSError as error:  # not even a file without a name can be made
+        if error.errno not in FULL_DISK or probe is None:
+            raise
+        return engine(probe)
 
 
 def settle_state(

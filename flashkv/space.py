@@ -233,12 +233,15 @@ class Space:
 
     def _reserve(self, segment: Segment) -> bool:
         """Gives the segment's file all of its space; a file that was found cut short lacks some."""
-        lacks = self.budget.segment_bytes - self._files.allocated_bytes(segment.fd)
+        files, size = self._files, self.budget.segment_bytes
+        lacks = size - files.allocated_bytes(segment.fd)
+        if lacks <= 0 and files.length_bytes(segment.fd) == size:
+            return True  # on a full disk xfs refuses to reserve what is reserved
         if lacks > 0 and self._spare_bytes() < lacks:
             self.floor_refusals += 1
             return False
         try:
-            if not self._files.preallocate(segment.fd, self.budget.segment_bytes):
+            if not files.preallocate(segment.fd, size):
                 self.fallocate_refusals += 1
         except OSError:  # the disk filled meanwhile: as if there were no room
             self.floor_refusals += 1

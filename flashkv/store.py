@@ -230,7 +230,8 @@ class Store:
         self.writer.flush()  # what recovery found in tails is durable from here on
         for dropped in self.recovery.dropped:
             self.writer.queue_kills(dropped, 0)
-        self.space.shrink(self.writer.take_kills)
+        with suppress(StoreError):  # a log that can't be written now; take() tries again
+            self.space.shrink(self.writer.take_kills)
 
     # ---- checks ----
 
