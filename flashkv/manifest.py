@@ -77,6 +77,7 @@ class Manifest:
         self._length_before = 0  # of the log before, which is kept
         self._length_max = min(4 * limits.MIB, reserve_of(superblock.capacity_bytes) // 8)
         self._uncertain = False
+        self._owes = False  # the state holds an end or a kill that no log has
 
     # ---- creation ----
 
@@ -93,8 +94,12 @@ class Manifest:
                 files.unlink(folder / name)
         files.make_folder(folder / SEGMENTS)
         manifest = cls(folder, superblock, ManifestState(), files)
-        manifest.checkpoint()
-        manifest.checkpoint()  # the second one writes the other superblock
+        try:
+            manifest.checkpoint()
+            manifest.checkpoint()  # the second one writes the other superblock
+        except BaseException:
+            manifest.close()
+            raise
         return manifest
 
     # ---- entries ----
@@ -110,6 +115,7 @@ class Manifest:
 
     def segments_freed(self, epochs: dict[int, int], kills: NDArray[Any]) -> None:
         """The kills that these segments' contents caused, then their end, in one durable write."""
+        self._owes = True
         entries = kill_entries(kills)
         self.state.add_kills(kills)
         for segment, epoch in epochs.items():
@@ -121,6 +127,7 @@ class Manifest:
         """Blocks that must never come back."""
         kills = kills[~np.isin(kills["segment"], list(self.state.freed))]
         if len(kills):
+            self._owes = True
             self.state.add_kills(kills)
             self._append(kill_entries(kills), sync=sync)
 
@@ -140,6 +147,7 @@ class Manifest:
 
     def namespace_retired(self, digest: bytes, last_sequence: int) -> None:
         """All records of the namespace up to this sequence are dead."""
+        self._owes = True
         self.state.retired[digest] = last_sequence
         self._append([(lib.FKV_MANIFEST_RETIRED, retired_row(digest, last_sequence))], sync=True)
 
@@ -160,6 +168,12 @@ class Manifest:
             return
         self._length += len(data)
         self.bytes_written += len(data)
+        self._owes = False
+
+    def settle(self) -> None:
+        """Makes durable what a failed write left out. Raises StoreError."""
+        if self._owes:
+            self.checkpoint()
 
     def _encode(self, kind: int, payload: bytes) -> bytes:
         entry = encode_entry(kind, payload, self._ordinal, self.superblock.store_uuid)
@@ -185,7 +199,7 @@ class Manifest:
         except OSError as error:
             name = manifest_name(generation)
             raise StoreError(f"can't write the manifest {name}: {error}") from error
-        self._uncertain = False
+        self._uncertain = self._owes = False
         self.close()
         self._fd = fd
         self._length_before = self._length
@@ -292,12 +306,13 @@ class Manifest:
         return path
 
     def remove_segment(self, segment: int) -> None:
-        """The file goes.
+        """The file goes. Raises OSError where it stays.
 
         Its last epoch stays known, so that a file of that name never looks new.
         """
         self._files.unlink(segment_path(self.folder, segment))
-        self._files.sync_folder(self.folder / SEGMENTS)
+        with suppress(OSError):  # one that comes back after a crash is a free segment's
+            self._files.sync_folder(self.folder / SEGMENTS)
 
     def close(self) -> None:
         """Closes the file; what was synced is durable."""
@@ -316,4 +331,18 @@ def make_folders(files: FileSystem, folder: Path) -> None:
     except FileExistsError:  # another process made it meanwhile
         if not files.is_folder(folder):
             raise
+    try:
+        files.sync_folder(folder.parent)
+    except OSError:
+        with suppress(OSError):  # or the next try takes it for durable
+            files.remove_folder(folder)
+        raise
+
+
+def sync_entries(files: FileSystem, folder: Path, top: Path) -> None:
+    """Makes the entries of a folder and of those above it durable, up to that of `top`: a process
+    that was killed may have made them and not synced. Raises OSError.
+    """
     files.sync_folder(folder.parent)
+    if folder != top:
+        sync_entries(files, folder.parent, top)

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashkv import _native
+from flashkv.errors import OutOfMemoryError
 
 ffi: Final[Any] = _native.ffi
 lib: Final[Any] = _native.lib
@@ -93,11 +94,12 @@ def pointer(array: npt.NDArray[Any] | None, ctype: str) -> Any:
 def aligned_array(length_bytes: int) -> npt.NDArray[np.uint8]:
     """uint8 array [length_bytes] of zeros that begins on a page, on huge pages where to be had.
 
-    The memory goes back to the system with the last array that refers to it. Raises MemoryError.
+    The memory goes back to the system with the last array that refers to it. Raises
+    OutOfMemoryError.
     """
     base = lib.fkv_buffer_alloc(length_bytes)
     if base == ffi.NULL:
-        raise MemoryError(f"no {length_bytes} bytes of page-aligned memory")
+        raise OutOfMemoryError(f"no {length_bytes} bytes of page-aligned memory")
     owner = ffi.gc(base, lambda memory: lib.fkv_buffer_free(memory, length_bytes), length_bytes)
     return np.frombuffer(ffi.buffer(owner, length_bytes), dtype=np.uint8)
 

@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -38,7 +38,7 @@ from flashkv.filesystem import DISK, FileSystem
 from flashkv.folder import SEGMENTS, SHARD, SUPERBLOCKS
 from flashkv.geometry import KVGeometry
 from flashkv.index import Index
-from flashkv.manifest import FULL_DISK, Manifest, make_folders, new_uuid
+from flashkv.manifest import FULL_DISK, Manifest, make_folders, new_uuid, sync_entries
 from flashkv.manifest_log import ManifestState, read_state, read_superblock, whole_superblocks
 from flashkv.options import Options, parse_bytes
 from flashkv.recovery import RecoveryReport
@@ -164,6 +164,8 @@ def create(
     """A new, empty shard. Raises GeometryError, CapacityError, StoreError."""
     if geometry is None:
         raise _no_geometry(path)
+    with suppress(PermissionError):  # of a folder above that isn't ours
+        sync_entries(files, folder, path)
     capacity_bytes = given_capacity(capacity) or default_capacity(path, files)
     largest = max(tokens for _, tokens in options.growth)
     asked = None if options.segment_bytes is None else int(options.segment_bytes)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from flashkv import directory, limits
 from flashkv.blockio import BlockIO, aligned_array
-from flashkv.errors import StoreError
+from flashkv.errors import OutOfMemoryError, StoreError
 from flashkv.filesystem import DISK, FileSystem
 from flashkv.folder import SEGMENTS
 from flashkv.index import Index
@@ -276,7 +276,7 @@ def scan_records(
         io.engine, segment.fd, uuid, segment.epoch, first_page, end_page, flags, status
     )
     if handle == ffi.NULL:
-        raise MemoryError(f"no memory to scan segment {segment.number}")
+        raise OutOfMemoryError(f"no memory to scan segment {segment.number}")
     try:
         records = _copy(
             lib.fkv_scan_records(handle), lib.fkv_scan_record_count(handle), SCAN_RECORD

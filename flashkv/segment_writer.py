@@ -91,7 +91,7 @@ class SegmentWriter:
         self._open: Segment | None = next(iter(segments.in_state(SegmentState.OPEN)), None)
         self._lost_since_flush = 0
         self._kills: list[tuple[int, NDArray[Any]]] = []  # (sequence that caused them, rows)
-        self._failed: list[NDArray[Any]] = []  # kill rows of records whose write or sync failed
+        self._ready: list[NDArray[Any]] = []  # rows of what failed or was deleted
 
     # ---- putting ----
 
@@ -135,7 +135,11 @@ class SegmentWriter:
         todo = (statuses == _OK).nonzero()[0]
         while len(todo):
             left = records if len(todo) == len(records) else records[todo]
-            segment, count = self._segment_for(left, rows)
+            try:
+                segment, count = self._segment_for(left, rows)
+            except OutOfMemoryError:
+                statuses[todo] = BlockStatus.BUSY
+                return
             if segment is None:
                 statuses[todo] = BlockStatus.NO_SPACE
                 return
@@ -236,8 +240,8 @@ class SegmentWriter:
     def _append_namespace(self, segment: Segment, rows: PutRows) -> None:
         """The identity's readable fields, before its first record: a segment describes itself."""
         room = _namespace_pages(rows) * limits.PAGE_BYTES
-        segment.namespaces.append(rows.namespace_digest)
         page = aligned_copy(bytes(room))
+        segment.namespaces.append(rows.namespace_digest)
         size = int(
             lib.fkv_encode_namespace(
                 rows.namespace_digest,
@@ -268,7 +272,7 @@ class SegmentWriter:
         lost = self._index.drop_sequences(sequences)
         self.counters.lost_blocks += lost
         self._lost_since_flush += lost
-        self._failed.append(_record_kills(segment, segment.drop_rows(sequences)))
+        self._ready.append(_record_kills(segment, segment.drop_rows(sequences)))
 
     def queue_kills(self, dropped: NDArray[Any], sequence: int) -> None:
         """Blocks that the record `sequence` superseded; they must never come back."""
@@ -276,9 +280,9 @@ class SegmentWriter:
             self._kills.append((sequence, kill_rows(dropped)))
 
     def take_kills(self) -> NDArray[Any]:
-        """Queued kills whose cause is durable, and those of records that failed."""
+        """Queued kills whose cause is durable, or that have none."""
         with self.flights.lock:
-            ready, self._failed = self._failed, []
+            ready, self._ready = self._ready, []
         ready += [rows for cause, rows in self._kills if cause <= self.durable_sequence]
         self._kills = [
             (cause, rows) for cause, rows in self._kills if cause > self.durable_sequence
@@ -292,12 +296,19 @@ class SegmentWriter:
         """
         if any(cause > self.durable_sequence for cause, _ in self._kills):
             self._make_durable()
-        self._log(np.concatenate([self.take_kills(), kill_rows(dropped)]))
+        with self.flights.lock:
+            self._ready.append(kill_rows(dropped))
+        self._log()
 
-    def _log(self, kills: NDArray[Any]) -> None:
-        if len(kills):
-            self._space.shrink(self.take_kills, kills.nbytes)
-            self._manifest.kill(kills, sync=True)
+    def _log(self) -> None:
+        """Makes kills durable that nothing keeps back. They stay queued till the log has them."""
+        with self.flights.lock:
+            more = sum(rows.nbytes for rows in self._ready)
+        more += sum(rows.nbytes for _, rows in self._kills)
+        if more:
+            self._space.shrink(self.take_kills, more)
+            self._manifest.kill(self.take_kills(), sync=True)
+        self._manifest.settle()
 
     # ---- durability ----
 
@@ -309,9 +320,19 @@ class SegmentWriter:
         """
         self.counters.flushes += 1
         self._make_durable()
-        self._log(self.take_kills())
+        self._log()
         lost, self._lost_since_flush = self._lost_since_flush, 0
         return lost
+
+    def settle_tails(self) -> None:
+        """Makes durable what recovery found in segments without a directory. Raises StoreError.
+
+        Where a sync fails the segment's contents go: nobody knows how much of them was durable.
+        """
+        for segment in self._failing(self._unsynced().values()):
+            self._open = None if segment is self._open else self._open
+            segment.clear_rows()
+            self.counters.lost_blocks += self._space.end(segment)
 
     def _make_durable(self) -> None:
         self.flights.wait_written()
@@ -322,16 +343,22 @@ class SegmentWriter:
         return {segment.number: segment for segment in self._segments if segment.unsynced}
 
     def _sync(self, segments: Iterable[Segment]) -> bool:
+        failed = self._failing(segments)
+        for segment in failed:
+            self._give_up(segment)
+        return not failed
+
+    def _failing(self, segments: Iterable[Segment]) -> list[Segment]:
+        """Syncs segments, each once; returns those whose sync failed."""
         dirty = list(segments)
         if not dirty:
-            return True
+            return []
         results = self._io.sync([segment.fd for segment in dirty])
-        for segment, result in zip(dirty, results.tolist(), strict=True):
+        for segment in dirty:
             segment.unsynced = False
-            if result != 0:
-                self.counters.failed_syncs += 1
-                self._give_up(segment)
-        return not results.any()
+        failed = [dirty[row] for row in results.nonzero()[0].tolist()]
+        self.counters.failed_syncs += len(failed)
+        return failed
 
     def _give_up(self, segment: Segment) -> None:
         """A sync failed.
@@ -365,16 +392,17 @@ class SegmentWriter:
         )
         at = segment.next_page * limits.PAGE_BYTES
         segment.clear_rows()
-        if self._io.write(segment.fd, aligned_copy(body), at) != 0:
+        try:
+            pages = aligned_copy(body), aligned_copy(footer)
+        except OutOfMemoryError:
             return  # recovery scans it
-        if (
-            self._io.write(segment.fd, aligned_copy(footer), segment.end_page * limits.PAGE_BYTES)
-            == 0
-        ):
+        segment.unsynced = True
+        if self._io.write(segment.fd, pages[0], at) != 0:
+            return
+        if self._io.write(segment.fd, pages[1], segment.end_page * limits.PAGE_BYTES) == 0:
             segment.state = SegmentState.SEALED
             self.counters.sealed_segments += 1
         self.counters.segment_bytes_written += len(body) + len(footer)
-        segment.unsynced = True
 
     def close(self) -> None:
         """Lands all writes and gives the buffer back."""

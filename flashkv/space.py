@@ -32,6 +32,7 @@ from flashkv.folder import is_own_file, reserve_of, segment_path
 from flashkv.geometry import DType, KVGeometry
 from flashkv.index import Index
 from flashkv.manifest import Manifest, new_uuid
+from flashkv.manifest_log import KILL
 from flashkv.native import aligned_copy, lib
 from flashkv.openfiles import open_files_max
 from flashkv.segments import FIRST_PAGE, Segment, Segments, SegmentState, encode_header
@@ -297,8 +298,8 @@ class Space:
         if self._io.write(segment.fd, aligned_copy(page), 0) != 0:
             return None
         segment.unsynced = True
-        segment.state = SegmentState.OPEN
         self._index.begin_segment(segment.number, segment.epoch)
+        segment.state = SegmentState.OPEN
         self._segments.publish(segment)
         return segment
 
@@ -375,6 +376,20 @@ class Space:
             if not files and not self.reclaim(over, kills):
                 return
             for segment in files[:over]:
+                try:
+                    self._manifest.remove_segment(segment.number)
+                except OSError:  # another time
+                    return
                 self._segments.close_file(segment)
-                self._manifest.remove_segment(segment.number)
                 self._segments.publish(segment)
+
+    def end(self, segment: Segment) -> int:
+        """Drops all that the segment holds, for good; returns how many blocks. Raises StoreError.
+
+        Its space is free.
+        """
+        blocks = self._index.drop_segment(segment.number)
+        self._manifest.segments_freed({segment.number: segment.epoch}, np.zeros(0, KILL))
+        segment.state = SegmentState.FREE
+        lib.fkv_header_cache_drop(self._io.engine, segment.number)
+        return blocks

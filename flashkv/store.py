@@ -227,7 +227,7 @@ class Store:
             next_sequence=state.next_sequence,
             bloom=options.bloom,
         )
-        self.writer.flush()  # what recovery found in tails is durable from here on
+        self.writer.settle_tails()
         for dropped in self.recovery.dropped:
             self.writer.queue_kills(dropped, 0)
         with suppress(StoreError):  # a log that can't be written now; take() tries again
@@ -322,9 +322,9 @@ class Store:
         """See Namespace.rotate."""
         with self.gate, self.writer_lock:
             self.check_writable()
+            dropped = self.index.drop_namespace(self._namespace_ids[namespace.digest])
             self.manifest.namespace_retired(namespace.digest, self.writer.next_sequence - 1)
-            number = self._namespace_ids[namespace.digest]
-            return self.index.drop_namespace(number)
+            return dropped
 
     # ---- durability ----
 

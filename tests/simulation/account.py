@@ -73,11 +73,7 @@ class Account:
 
         From its beginning on anything may be gone; afterwards what it took stays away.
         """
-        first = bisect_right(self._positions, begun) - 1
-        for row in range(max(first, 0), len(self._history)):
-            self._history[row] = {
-                key: versions | {ABSENT} for key, versions in self._history[row].items()
-            }
+        self.may_miss(None, begun)
         kept = set(shown)
         for key in list(self.live):
             if key not in kept:
@@ -89,11 +85,34 @@ class Account:
                 self.allowed[key] = versions | {ABSENT}
         self.mark(position)
 
-    def verdict(self, found: dict[bytes, int], position: int) -> str:
-        """What is wrong with what was found after a crash at `position`, or an empty string."""
+    def may_miss(self, keys: Iterable[bytes] | None, begun: int) -> None:
+        """From `begun` to now a crash could take these, or any key."""
+        chosen = None if keys is None else dict.fromkeys(keys, frozenset((ABSENT,)))
+        first = bisect_right(self._positions, begun) - 1
+        for row in range(max(first, 0), len(self._history)):
+            allowed = self._history[row]
+            for key in allowed if chosen is None else chosen:
+                allowed[key] = allowed.get(key, frozenset()) | {ABSENT}
+
+    def may_be_gone(self, keys: Iterable[bytes], begun: int, position: int) -> None:
+        """A call that began at `begun` took these away, or the next crash may."""
+        gone = list(keys)
+        self.may_miss(gone, begun)
+        self.allowed.update({key: self.of(key) | {ABSENT} for key in gone})
+        self.mark(position)
+
+    def verdict(
+        self, found: dict[bytes, int], position: int, *, may_miss: bool = False
+    ) -> str:
+        """What is wrong with what was found after a crash at `position`, or an empty string.
+
+        may_miss: anything may be absent.
+        """
         allowed = self.at(position)
         for key in allowed | found:
             versions = allowed.get(key, frozenset((ABSENT,)))
+            if may_miss:
+                versions |= {ABSENT}
             version = found.get(key, ABSENT)
             if version not in versions:
                 said = "nothing" if version is ABSENT else f"version {version}"

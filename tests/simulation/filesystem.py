@@ -198,10 +198,10 @@ class SimFiles(FileSystem):
         self._open[fd] = _Open(0)
         return fd
 
-    def close(self, fd: int) -> None:
+    def system_close(self, fd: int) -> None:
         if self._open.pop(fd).inode:
             self.simulated.unbind(fd)
-        super().close(fd)
+        super().system_close(fd)
         self._check("close")
 
     def write(self, fd: int, data: bytes) -> None:

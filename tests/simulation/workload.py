@@ -22,6 +22,7 @@ from simulation.filesystem import InlineFiles, SimFiles
 from flashkv import BlockStatus, Identity, KVGeometry, Options, Store, limits
 from flashkv.filesystem import DISK
 from flashkv.folder import is_own_file
+from flashkv.namespace import Namespace
 from flashkv.segments import SegmentState
 
 OPERATIONS: Final = ("put", "overwrite", "delete", "get", "flush", "reopen", "reclaim")
@@ -36,6 +37,9 @@ IDENTITY: Final = Identity(model="test/model", revision="1")
 KEYS: Final = tuple(b"key-%d" % number for number in range(6))
 FILLERS: Final = tuple(b"filler-%d" % number for number in range(64))
 ALL_KEYS: Final = (*KEYS, *FILLERS)
+OTHER: Final = Identity(model="test/other", revision="1")
+OTHER_KEYS: Final = tuple(b"other-%d" % number for number in range(3))
+"""Keys of another namespace."""
 
 limits.SEGMENT_BYTES_MIN = SEGMENT_BYTES  # type: ignore[misc]  # smaller than any real store's
 
@@ -80,19 +84,34 @@ def read_versions(store: Store, versions: dict[bytes, set[int]]) -> dict[bytes, 
     """Which version each key shows. A status that is neither OK nor MISS, or bytes of none of the
     versions that were ever put under the key, fail.
     """
-    keys = list(versions)
-    out = np.full((len(keys), *BLOCK_SHAPE), 0xA5A5, np.uint16)
-    result = store.namespace(IDENTITY).get(keys, out)
-    statuses = result.statuses
-    strange = (statuses != BlockStatus.OK) & (statuses != BlockStatus.MISS)
-    assert not strange.any(), result
     found = {}
-    for row in (statuses == BlockStatus.OK).nonzero()[0].tolist():
-        key, data = keys[row], out[row].tobytes()
-        equal = [v for v in versions[key] if block_bytes(key, v) == data]
-        assert equal, f"{key!r} holds bytes that were never put under it"
-        found[key] = equal[0]
+    for keys in by_namespace(list(versions)):
+        out = np.full((len(keys), *BLOCK_SHAPE), 0xA5A5, np.uint16)
+        result = namespace_of(store, keys[0]).get(keys, out)
+        for row, key in enumerate(keys):
+            if result[row] == BlockStatus.MISS:
+                continue
+            assert result[row] == BlockStatus.OK, f"{key!r}: {result[row].name}"
+            found[key] = version_of(key, out[row].tobytes(), versions[key])
     return found
+
+
+def version_of(key: bytes, data: bytes, versions: set[int]) -> int:
+    """Which of the versions it is; bytes of none fail."""
+    equal = [v for v in versions if block(key, v).tobytes() == data]
+    assert equal, f"{key!r} holds bytes that were never put under it"
+    return equal[0]
+
+
+def namespace_of(store: Store, key: bytes) -> Namespace:
+    """Where the key lies."""
+    return store.namespace(OTHER if key in OTHER_KEYS else IDENTITY)
+
+
+def by_namespace(keys: Sequence[bytes]) -> list[list[bytes]]:
+    """The keys of each namespace, none without keys."""
+    split = [[k for k in keys if k not in OTHER_KEYS], [k for k in keys if k in OTHER_KEYS]]
+    return [part for part in split if part]
 
 
 @dataclass(frozen=True)
