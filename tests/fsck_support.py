@@ -183,12 +183,13 @@ class Power(BaseException):
 class Cut(FileSystem):
     """Everything that changes files works `count` times, and never again.
 
-    With `half`, a write that is the first not to work writes its first half.
+    torn: bytes that a write does all the same which is the first not to work; a disk writes whole
+    sectors of 512.
     """
 
-    def __init__(self, count: int, *, half: bool = False) -> None:
+    def __init__(self, count: int, *, torn: int = 0) -> None:
         self.left = count
-        self.half = half
+        self.torn = torn
 
     def step(self) -> None:
         """Raises Power."""
@@ -197,8 +198,8 @@ class Cut(FileSystem):
             raise Power
 
     def write(self, fd: int, data: bytes) -> None:
-        if self.left == 0 and self.half:
-            super().write(fd, data[: len(data) // 2])
+        if self.left == 0:
+            super().write(fd, data[: self.torn])
         self.step()
         super().write(fd, data)
 
@@ -226,11 +227,11 @@ for _name in (
 
 
 def cut_block_io(patch: pytest.MonkeyPatch, files: Cut) -> None:
-    """Writes to segments count as well; half of one is its first pages."""
+    """Writes to segments count as well; a torn one leaves half of its pages."""
     write, sync = BlockIO.write, BlockIO.sync
 
     def cut_write(self: BlockIO, fd: int, array: np.ndarray, offset: int) -> int:
-        if files.left == 0 and files.half and len(array) > PAGE:
+        if files.left == 0 and files.torn and len(array) > PAGE:
             write(self, fd, array[: len(array) // 2 // PAGE * PAGE], offset)
         files.step()
         return write(self, fd, array, offset)

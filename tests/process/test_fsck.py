@@ -165,12 +165,12 @@ def test_a_new_store_and_one_that_used_its_space_again(disk_path: Path) -> None:
     stays_as_it_is(disk_path / "evicting")
 
 
-@pytest.mark.parametrize("half", [False, True])
-def test_a_store_whose_making_was_cut_off(disk_path: Path, half: bool) -> None:
+@pytest.mark.parametrize("torn", [0, 512])
+def test_a_store_whose_making_was_cut_off(disk_path: Path, torn: int) -> None:
     """Wherever the power goes, what is left is no damage, and the next open makes the store."""
     for count in range(100):
         path = disk_path / f"store{count}"
-        went = make_cut(path, Cut(count, half=half))
+        went = make_cut(path, Cut(count, torn=torn))
         if shard(path).exists():
             before = snapshot(path)
             for act in (check, repair):
