@@ -18,6 +18,7 @@ import pytest
 from store_support import ROOT, file_system
 
 SEED = int(os.environ.get("FLASHKV_SEED") or random.SystemRandom().randrange(1 << 32))
+os.environ["FLASHKV_SEED"] = str(SEED)  # the processes that share the tests share it
 
 
 def pytest_configure(config: pytest.Config) -> None:
