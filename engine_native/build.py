@@ -115,8 +115,10 @@ def make_builder() -> FFI:
     macros = [("FKV_HAVE_LIBURING", "1")] if liburing else []
     if is_test_build():
         macros.append(("FKV_TEST_BUILD", "1"))
-    # Counts of all threads, each exact.
-    counting = ["-O0", "--coverage", "-fprofile-update=atomic"] if is_coverage_build() else []
+    counting = []
+    if is_coverage_build():
+        macros.append(("FKV_COVERAGE", "1"))
+        counting = ["-O0", "--coverage", "-fprofile-update=atomic"]  # of all threads, each exact
     folder = ROOT / FOLDER
     builder = FFI()
     builder.cdef(declarations())

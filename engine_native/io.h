@@ -29,7 +29,7 @@ typedef struct fkv_io_op fkv_io_op;
 struct fkv_io_op {
     fkv_io_op *next;
     uint8_t kind;
-    uint8_t iov_count;
+    uint8_t iov_count; /* 1 of a write, 0 of a sync */
     uint8_t iov_first; /* first one with bytes left */
     uint8_t reserved;
     uint32_t attempts; /* repeats so far */

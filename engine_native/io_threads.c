@@ -1,5 +1,5 @@
-/* io_threads.c: the `threads` backend: a few threads that call pread, pwrite and fdatasync. For
- * kernels and containers without io_uring.
+/* io_threads.c: the `threads` backend: a few threads that call preadv, pwritev and fdatasync.
+ * For kernels and containers without io_uring.
  *
  * Invariants
  *  - operations start in the order in which they were submitted; at most io_threads are at the
@@ -9,10 +9,9 @@
  */
 #include "allocate.h"
 #include "io.h"
+#include <assert.h>
 #include <errno.h>
 #include <unistd.h>
-
-#define THREADS_MAX 256
 
 typedef struct {
     fkv_backend base;
@@ -33,14 +32,10 @@ static int64_t issue(fkv_io_op *op)
 
     if (op->kind == FKV_IO_SYNC)
         result = fdatasync(op->fd);
-    else if (op->remaining == 0)
-        return 0;
     else if (op->kind == FKV_IO_READ)
-        result = iov_count == 1 ? pread(op->fd, iov->iov_base, iov->iov_len, (off_t)op->offset)
-                                : preadv(op->fd, iov, iov_count, (off_t)op->offset);
+        result = preadv(op->fd, iov, iov_count, (off_t)op->offset);
     else
-        result = iov_count == 1 ? pwrite(op->fd, iov->iov_base, iov->iov_len, (off_t)op->offset)
-                                : pwritev(op->fd, iov, iov_count, (off_t)op->offset);
+        result = pwritev(op->fd, iov, iov_count, (off_t)op->offset);
     return result < 0 ? -errno : result;
 }
 
@@ -123,10 +118,7 @@ static void threads_close(fkv_backend *backend)
 fkv_backend *fkv_io_threads_open(const fkv_engine_options *options, int *status)
 {
     uint32_t count = options->io_threads;
-    if (count < 1 || count > THREADS_MAX) {
-        *status = -EINVAL;
-        return NULL;
-    }
+    assert(count > 0);
     threads_backend *threads = fkv_calloc(1, sizeof *threads + count * sizeof threads->threads[0]);
     if (threads == NULL) {
         *status = -ENOMEM;

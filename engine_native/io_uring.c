@@ -217,10 +217,11 @@ static void controls_run(uring_backend *uring, control *list)
 
 /* ---- issue and reap (ring thread) ---- */
 
+/* There is one for each slot and for the eventfd's read, whatever the kernel has taken of them. */
 static struct io_uring_sqe *sqe_get(uring_backend *uring)
 {
     struct io_uring_sqe *sqe = io_uring_get_sqe(&uring->ring);
-    if (sqe == NULL && io_uring_submit(&uring->ring) >= 0) sqe = io_uring_get_sqe(&uring->ring);
+    assert(sqe != NULL);
     return sqe;
 }
 
@@ -234,10 +235,8 @@ static void sqe_fill(uring_backend *uring, struct io_uring_sqe *sqe, fkv_io_op *
         return;
     }
     if (iov_count != 1) {
-        if (op->kind == FKV_IO_READ)
-            io_uring_prep_readv(sqe, op->fd, iov, iov_count, op->offset);
-        else
-            io_uring_prep_writev(sqe, op->fd, iov, iov_count, op->offset);
+        assert(op->kind == FKV_IO_READ);
+        io_uring_prep_readv(sqe, op->fd, iov, iov_count, op->offset);
         return;
     }
     unsigned bytes = (unsigned)iov->iov_len;
@@ -256,16 +255,12 @@ static void issue(uring_backend *uring)
 {
     if (!uring->wake_armed) {
         struct io_uring_sqe *sqe = sqe_get(uring);
-        if (sqe != NULL) {
-            io_uring_prep_read(sqe, uring->eventfd, &uring->wake_value, sizeof uring->wake_value,
-                               0);
-            io_uring_sqe_set_data64(sqe, WAKE_DATA);
-            uring->wake_armed = true;
-        }
+        io_uring_prep_read(sqe, uring->eventfd, &uring->wake_value, sizeof uring->wake_value, 0);
+        io_uring_sqe_set_data64(sqe, WAKE_DATA);
+        uring->wake_armed = true;
     }
     while (uring->free_count > 0 && uring->queue.count > 0) {
         struct io_uring_sqe *sqe = sqe_get(uring);
-        if (sqe == NULL) return; /* stays queued; completions come first */
         fkv_io_op *op = queue_take(&uring->queue);
         uint32_t index = uring->free_slots[--uring->free_count];
         uring_slot *slot = &uring->slots[index];
@@ -276,7 +271,7 @@ static void issue(uring_backend *uring)
     }
 }
 
-/* The operation that a completion names, or NULL. */
+/* The operation that a completion names, or NULL (a kernel that answers twice). */
 static fkv_io_op *slot_release(uring_backend *uring, uint64_t data)
 {
     uint32_t index = (uint32_t)data;
