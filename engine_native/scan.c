@@ -4,7 +4,8 @@
  *  - a record is reported only if its header is right for this segment, epoch and page; with
  *    FKV_SCAN_VERIFY_PAGES also only if every page of it is;
  *  - after anything that is no such record the scan goes on at the next page: damage in the middle
- * hides nothing behind it.
+ *    hides nothing behind it;
+ *  - what begins as a header and is none is counted as damaged, but for those of earlier epochs.
  */
 #include "allocate.h"
 #include "io.h"
@@ -14,6 +15,7 @@
 #include <string.h>
 
 #define WINDOW_PAGES 1024u /* 4 MiB a read */
+#define STALE_EPOCHS 256u  /* earlier epochs that are tried: nearly always it is the last one */
 
 typedef struct {
     void *data;
@@ -72,11 +74,28 @@ static const uint8_t *page_of(fkv_scan *scan, uint32_t page)
     return scan->window + (uint64_t)(page - scan->window_page) * FKV_PAGE_BYTES;
 }
 
+/* Whether a header is right for an earlier epoch: what lies behind the tail of a segment whose space
+ * was used again is no damage. */
+static bool stale(const fkv_scan *scan, const uint8_t *bytes, uint64_t length, uint32_t page)
+{
+    uint32_t stored;
+    memcpy(&stored, bytes + 4, 4);
+    uint64_t first = scan->epoch > STALE_EPOCHS ? scan->epoch - STALE_EPOCHS : 1;
+    for (uint64_t epoch = scan->epoch; epoch-- > first;)
+        if (fkv_header_crc(bytes, length, scan->segment_uuid, epoch, page) == stored) return true;
+    return false;
+}
+
 static fkv_header *header_at(fkv_scan *scan, uint32_t page)
 {
-    uint32_t pages = fkv_header_peek(page_of(scan, page));
-    if (!pages) return NULL;
+    const uint8_t *first = page_of(scan, page);
+    uint32_t pages = fkv_header_peek(first);
+    if (!pages) {
+        scan->damaged += !memcmp(first, "FKVR", 4); /* begins as a header, and can't be one */
+        return NULL;
+    }
     fkv_header *h = NULL;
+    bool old = false;
     if (pages <= scan->end_page - page) {
         uint8_t *bytes = fkv_malloc((uint64_t)pages * FKV_PAGE_BYTES);
         if (!bytes) {
@@ -88,10 +107,11 @@ static fkv_header *header_at(fkv_scan *scan, uint32_t page)
         int status;
         h = fkv_header_parse(bytes, (uint64_t)pages * FKV_PAGE_BYTES, scan->segment_uuid,
                              scan->epoch, page, &status);
+        old = !h && stale(scan, bytes, (uint64_t)pages * FKV_PAGE_BYTES, page);
         fkv_free(bytes);
         if (status == FKV_NO_MEMORY) scan->out_of_memory = true;
     }
-    if (!h) scan->damaged++;
+    if (!h && !old) scan->damaged++;
     return h;
 }
 

@@ -3,7 +3,8 @@
 Invariants
   - an entry counts where its checksum is right and its ordinal is not before its turn; what follows
     the last such entry is a torn tail;
-  - behind damage nothing ends a segment: the kills that belong to its end may be what was lost;
+  - behind damage nothing that was appended ends a segment: the kills that belong to its end may be
+    what was lost; and a kill tells that its segment's epoch began, if that entry is what was lost;
   - kills are kept for a segment's present epoch only: a kill list dies with its segment.
 """
 
@@ -72,6 +73,16 @@ class ManifestState:
             if len(mine) and segment not in self.freed:
                 self.kills.setdefault(segment, []).append(mine)
 
+    def infer_epochs(self, rows: NDArray[Any]) -> None:
+        """Kills of a later epoch than is known: what began it was lost, they are not."""
+        for segment in np.unique(rows["segment"]).tolist():
+            epoch = int(rows["epoch"][rows["segment"] == segment].max())
+            if epoch > self.epochs.get(segment, 0):
+                segment_uuid = self.uuids.get(segment)
+                self.opened(segment, epoch, segment_uuid or b"")
+                if segment_uuid is None:
+                    del self.uuids[segment]  # the segment's header tells
+
     def namespace_bytes(self) -> int:
         """Bytes that the namespaces take in a log, without their heads."""
         return sum(len(text) for text in self.namespaces.values())
@@ -105,8 +116,7 @@ def read_superblock(folder: Path, files: FileSystem = DISK) -> Superblock:
     """The ruling superblock. Raises NotAStoreError, FormatError, SuperblockError."""
     found, present = whole_superblocks(folder, files)
     if found:
-        block = max(found, key=lambda block: block.generation)
-        return block if len(found) == len(SUPERBLOCKS) else _with_last_log(folder, block, files)
+        return _with_last_log(folder, max(found, key=lambda block: block.generation), files)
     if not present and not files.exists(folder / SEGMENTS):
         raise NotAStoreError(
             f"{folder} holds no superblock", advice="give the folder of a flashkv store"
@@ -134,8 +144,9 @@ def _read(files: FileSystem, path: Path) -> bytes | None:
 def _with_last_log(folder: Path, block: Superblock, files: FileSystem) -> Superblock:
     """The block, or where a log follows its own, with that log.
 
-    The other superblock is lost. If it was the ruling one, it named a log that is whole; without
-    that log deleted blocks would come back.
+    A log takes its name once it is whole, and a superblock names it next: if that write was lost,
+    or the page is damaged, deleted blocks would come back without the log. After a crash in
+    between both logs say the same: nothing is appended to the one before any more.
     """
     later = replace(block, manifest_generation=block.manifest_generation + 1)
     return later if read_state(folder, later, files)[1] else block
@@ -161,22 +172,25 @@ def read_state(
         if not began:
             break
         state.damaged_entries += behind_damage and not state.damaged_entries
-        # The kills that come before an end may be what was damaged: a segment that lives on has
-        # the newer versions, one that is gone leaves the older ones.
-        if not (behind_damage and kind == lib.FKV_MANIFEST_FREED):
-            _apply(state, kind, payload)
+        _apply(state, kind, payload, behind_damage=behind_damage)
     return state, began
 
 
-def _apply(state: ManifestState, kind: int, payload: bytes) -> None:
+def _apply(state: ManifestState, kind: int, payload: bytes, *, behind_damage: bool) -> None:
     if kind in (lib.FKV_MANIFEST_OPENED, lib.FKV_MANIFEST_FREED):
         row = ffi.from_buffer("fkv_manifest_segment *", payload)
         if kind == lib.FKV_MANIFEST_OPENED:
             state.opened(int(row.segment), int(row.epoch), bytes(row.segment_uuid))
-        else:
+        # The kills that were appended before an end may be what was damaged: a segment that lives
+        # on has the newer versions, one that is gone leaves the older ones. A compacted log, whose
+        # ends have a uuid, has its kills behind all ends.
+        elif not behind_damage or any(bytes(row.segment_uuid)):
             state.free(int(row.segment), int(row.epoch))
     elif kind == lib.FKV_MANIFEST_KILL:
-        state.add_kills(np.frombuffer(payload, KILL).copy())
+        rows = np.frombuffer(payload, KILL).copy()
+        if behind_damage:
+            state.infer_epochs(rows)
+        state.add_kills(rows)
     elif kind == lib.FKV_MANIFEST_NAMESPACE:
         state.namespaces[payload[:32]] = payload[32:]
     elif kind == lib.FKV_MANIFEST_RETIRED:

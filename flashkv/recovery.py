@@ -113,7 +113,10 @@ class Recovery:
             except OSError as error:
                 advice = "raise the limit on open files (ulimit -n)" * (error.errno == errno.EMFILE)
                 raise StoreError(f"can't open {path}: {error}", advice=advice) from error
-            header = self._header(segment) or self._header_by_log(segment)
+            header = self._header(segment)
+            if header is None or header.epoch < self._state.epochs.get(number, 0):
+                # Damaged, or of an earlier epoch, as a lost write leaves it.
+                header = self._header_by_log(segment) or header
             if header is None or not self._live(segment, header):
                 self._segments.publish(segment)
                 continue
@@ -147,6 +150,7 @@ class Recovery:
         if not len(found.records):
             return None  # it was being made, or all of it is gone
         self.report.damaged_headers += 1
+        segment.by_log = True
         return SegmentHeader(
             store_uuid=self._segments.store_uuid,
             segment_uuid=segment.uuid,
@@ -171,6 +175,8 @@ class Recovery:
             return False
         if header.epoch > known:  # the log was lost, not the segment
             self._state.opened(segment.number, header.epoch, header.segment_uuid)
+        if not any(self._state.uuids.get(segment.number, b"")):
+            self._state.uuids[segment.number] = header.segment_uuid
         return True
 
     def _load(self, segment: Segment) -> bool:

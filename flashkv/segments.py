@@ -55,6 +55,7 @@ class Segment:
     end_page: int = 0  # the page of the footer
     created_ms: int = 0
     unsynced: bool = False  # written since the last sync
+    by_log: bool = False  # opened by what the log knows: its header page is damaged
     touched: bool = True  # a record was placed in it since it was begun, be it lost by now
     namespaces: list[bytes] = field(default_factory=list)
     record_count: int = 0  # directory rows while there is no directory

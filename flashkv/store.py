@@ -372,6 +372,8 @@ class Store:
         if self.io.read(self.segments[segment].fd, page, 0) != 0:
             return True
         header = decode_header(page.tobytes())
+        if self.segments[segment].by_log:  # a bad header is none of a writer's doing
+            return header is not None and header.segment == segment and header.epoch > epoch
         return header is None or header.epoch != epoch
 
     @property

@@ -109,8 +109,7 @@ class StoreView:
         """As opening.load_manifest, without refusals: a writer may begin a new log meanwhile."""
         for _ in range(READ_TRIES):
             block = self._read_superblocks() or self._block_of_segments()
-            mine = [b for b in self.superblocks.values() if b and b.store_uuid == block.store_uuid]
-            if len(mine) == 1:  # the lost one may have ruled: see read_superblock()
+            if any(self.superblocks.values()):  # a later log rules: see read_superblock()
                 later = replace(block, manifest_generation=block.manifest_generation + 1)
                 block = later if self._state_of(later)[1] else block
             state, found = self._state_of(block)
@@ -162,18 +161,24 @@ class StoreView:
             )
             segment.file_bytes = file.size
             mine = header is not None and header.store_uuid == self.block.store_uuid
-            if header is not None and mine and header.segment == number:
-                segment.uuid, segment.epoch = header.segment_uuid, header.epoch
-                segment.counts = header.epoch > known or (header.epoch == known and not freed)
-                if header.epoch > known:  # by the log it isn't there yet, or the log was lost
-                    self.state.opened(number, header.epoch, header.segment_uuid)
-            elif known and not freed and number in self.state.uuids:
+            believed = header if mine and header is not None and header.segment == number else None
+            logged = known and not freed and number in self.state.uuids
+            if logged and (believed is None or believed.epoch < known):
                 segment.uuid, segment.by_log = self.state.uuids[number], True
                 segment.counts = True
+            elif believed is not None:
+                segment.uuid, segment.epoch = believed.segment_uuid, believed.epoch
+                segment.counts = believed.epoch > known or (believed.epoch == known and not freed)
+                if believed.epoch > known:  # by the log it isn't there yet, or the log was lost
+                    self.state.opened(number, believed.epoch, believed.segment_uuid)
             elif self.salvage and not self.manifest_found and not known:
                 self._by_footer(segment, file)
             if segment.counts:
                 self._fill(segment, file)
+            if segment.by_log and not segment.counts and believed is not None:
+                # The epoch was begun, nothing of it was written: what is there is the one before.
+                segment.uuid, segment.epoch = believed.segment_uuid, believed.epoch
+                segment.by_log = False
         return segment
 
     def _by_footer(self, segment: SegmentView, file: ReadFile) -> None:

@@ -81,7 +81,11 @@ class SegmentCheck:
             what = f"the header gives the segment {header.segment_bytes} bytes"
             self._add(DAMAGE, what, 0, "header")
         if header.epoch < known and segment.number not in self.view.state.freed:
-            self._add(NOTE, f"epoch {known} was begun, its header was not written", 0)
+            if segment.by_log and header.segment == segment.number:
+                what = f"the header is that of epoch {header.epoch}; what lies there is {known}"
+                self._add(DAMAGE, what, 0, "header")
+            else:
+                self._add(NOTE, f"epoch {known} was begun, its header was not written", 0)
 
     # ---- what it holds ----
 
