@@ -146,11 +146,12 @@ static void first_arrived(fkv_extent *extent)
     if (header_fits(reading, h)) fkv_extents_rest(reading, extent);
 }
 
-/* A lack of memory or of queue slots says nothing about the record: it stays. */
+/* A lack of memory or of queue slots, or signals, say nothing about the record: it stays. */
 static uint32_t read_status(int32_t result)
 {
     if (result == -ENODATA) return FKV_DAMAGED;
-    return result == -ENOMEM || result == -EAGAIN ? FKV_NO_MEMORY : FKV_IO_ERROR;
+    bool passing = result == -ENOMEM || result == -EAGAIN || result == -EINTR;
+    return passing ? FKV_NO_MEMORY : FKV_IO_ERROR;
 }
 
 static void extent_run(fkv_task *task)

@@ -34,6 +34,7 @@ struct fkv_scan {
     uint64_t damaged, unreadable;
     uint32_t last_page;
     bool out_of_memory;
+    int32_t failed; /* a read for no fault of the device's */
 };
 
 static void *list_add(fkv_scan *scan, list *l, size_t size)
@@ -58,10 +59,10 @@ static void window_load(fkv_scan *scan, uint32_t page)
     if (fkv_pread(scan->engine, scan->fd, scan->window, bytes, offset) == 0) return;
     for (uint32_t i = 0; i < pages; i++) {
         uint8_t *at = scan->window + (uint64_t)i * FKV_PAGE_BYTES;
-        if (fkv_pread(scan->engine, scan->fd, at, FKV_PAGE_BYTES,
-                      offset + (uint64_t)i * FKV_PAGE_BYTES)
-            == 0)
-            continue;
+        int status = fkv_pread(scan->engine, scan->fd, at, FKV_PAGE_BYTES,
+                               offset + (uint64_t)i * FKV_PAGE_BYTES);
+        if (status == 0) continue;
+        if (status == -ENOMEM || status == -EAGAIN || status == -EINTR) scan->failed = status;
         memset(at, 0, FKV_PAGE_BYTES);
         scan->unreadable++;
     }
@@ -205,9 +206,10 @@ fkv_scan *fkv_scan_segment(fkv_engine *engine, int32_t fd, const uint8_t *segmen
                        .flags = flags,
                        .last_page = first_page};
     scan->window = fkv_buffer_alloc((uint64_t)WINDOW_PAGES * FKV_PAGE_BYTES);
-    for (uint64_t page = first_page; scan->window && page < end_page && !scan->out_of_memory;)
+    for (uint64_t page = first_page; scan->window && page < end_page && !scan->out_of_memory && !scan->failed;)
         page += record_at(scan, (uint32_t)page);
-    bool good = scan->window && !scan->out_of_memory;
+    bool good = scan->window && !scan->out_of_memory && !scan->failed;
+    if (scan->failed) *status = scan->failed;
     if (scan->window) fkv_buffer_free(scan->window, (uint64_t)WINDOW_PAGES * FKV_PAGE_BYTES);
     scan->window = NULL;
     scan->segment_uuid = NULL;

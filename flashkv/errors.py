@@ -275,7 +275,7 @@ def errno_status(result: int) -> BlockStatus:
         return BlockStatus.OK
     if -result in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return BlockStatus.NO_SPACE
-    if -result in (errno.ENOMEM, errno.EAGAIN, errno.EBUSY, errno.ENOBUFS):
+    if -result in (errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ENOBUFS):
         return BlockStatus.BUSY
     return BlockStatus.IO_ERROR
 
@@ -290,6 +290,6 @@ def check_native(result: int, what: str) -> None:
         raise OutOfMemoryError(text)
     if number in (errno.EACCES, errno.EPERM, errno.EROFS):
         raise StoreAccessError(text)
-    if number in (errno.EAGAIN, errno.EBUSY):
+    if number in (errno.EAGAIN, errno.EINTR, errno.EBUSY):
         raise BusyError(text)
     raise StoreError(text)

@@ -77,7 +77,7 @@ class Manifest:
         self._length_before = 0  # of the log before, which is kept
         self._length_max = min(4 * limits.MIB, reserve_of(superblock.capacity_bytes) // 8)
         self._uncertain = False
-        self._owes = False  # the state holds an end or a kill that no log has
+        self._owes = False  # the state holds kills that no log has
 
     # ---- creation ----
 
@@ -115,7 +115,7 @@ class Manifest:
 
     def segments_freed(self, epochs: dict[int, int], kills: NDArray[Any]) -> None:
         """The kills that these segments' contents caused, then their end, in one durable write."""
-        self._owes = True
+        self._owes |= len(kills) > 0  # an end that is lost alone brings back nothing wrong
         entries = kill_entries(kills)
         self.state.add_kills(kills)
         for segment, epoch in epochs.items():

@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from flashkv import _native
-from flashkv.errors import OutOfMemoryError
 
 ffi: Final[Any] = _native.ffi
 lib: Final[Any] = _native.lib
@@ -99,6 +98,8 @@ def aligned_array(length_bytes: int) -> npt.NDArray[np.uint8]:
     """
     base = lib.fkv_buffer_alloc(length_bytes)
     if base == ffi.NULL:
+        from flashkv.errors import OutOfMemoryError
+
         raise OutOfMemoryError(f"no {length_bytes} bytes of page-aligned memory")
     owner = ffi.gc(base, lambda memory: lib.fkv_buffer_free(memory, length_bytes), length_bytes)
     return np.frombuffer(ffi.buffer(owner, length_bytes), dtype=np.uint8)

@@ -7,7 +7,9 @@ Invariants
     decides: free space, usage and index are derived, never stored;
   - before a writer reads a segment, what a killed one left on its way there has arrived: nothing
     lands later on what was taken for free;
-  - damage costs what it hit: a bad directory is replaced by a scan, a bad record by none.
+  - damage costs what it hit: a bad directory is replaced by a scan, a bad record by none;
+  - what the device can't read while a writer opens never comes back, be it healed later: else it
+    would come over what was deleted or stored meanwhile.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from numpy.typing import NDArray
 
 from flashkv import directory, limits
 from flashkv.blockio import BlockIO, aligned_array
-from flashkv.errors import OutOfMemoryError, StoreError
+from flashkv.errors import StoreError, check_native
 from flashkv.filesystem import DISK, FileSystem
 from flashkv.folder import SEGMENTS
 from flashkv.index import Index
@@ -43,6 +45,7 @@ from flashkv.segments import (
 
 SCAN_RECORD: Final = dtype_of("fkv_scan_record")
 _NAME: Final = re.compile(r"(\d{8})\.seg")
+_NOT_THE_DEVICE: Final = (-errno.ENOMEM, -errno.EAGAIN, -errno.EINTR)
 
 
 @dataclass
@@ -61,6 +64,7 @@ class RecoveryReport:
     last_sequence: int = 0
     manifest_rebuilt: bool = False
     dropped: list[NDArray[Any]] = field(default_factory=list)  # superseded blocks: fkv_dropped rows
+    incomplete: list[Segment] = field(default_factory=list)  # parts couldn't be read; no directory
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +102,7 @@ class Recovery:
         self._files = files
         self._writable = writable
         self._digest_bytes = digest_bytes
+        self._unread: set[int] = set()  # segments of which the device couldn't read a part
 
     def run(self) -> RecoveryReport:
         """Opens every segment file. Raises StoreError where one can't be opened at all."""
@@ -118,11 +123,13 @@ class Recovery:
                 # Damaged, or of an earlier epoch, as a lost write leaves it.
                 header = self._header_by_log(segment) or header
             if header is None or not self._live(segment, header):
+                if header is None and number in self._unread:
+                    self._end(segment)
                 self._segments.publish(segment)
-                continue
-            if self._load(segment):
+            elif self._load(segment):
                 unsealed.append(segment)
-        self._choose_open(unsealed)
+        if self._writable:
+            self._choose_open([each for each in unsealed if not self._settled(each)])
         self.report.blocks = int(self._index.totals().blocks)
         return self.report
 
@@ -130,15 +137,43 @@ class Recovery:
 
     def _header(self, segment: Segment) -> SegmentHeader | None:
         page = aligned_array(limits.PAGE_BYTES)
-        if self._io.read(segment.fd, page, 0) != 0:
-            return None
-        header = decode_header(page.tobytes())
+        header = None
+        for _ in range(2):  # damage on the way to memory isn't there a second time
+            if header is None and self._read(segment, page, 0):
+                header = decode_header(page.tobytes())
         if header is None or header.segment != segment.number:
             return None
         if header.store_uuid != self._segments.store_uuid:
             return None
         segment.uuid = header.segment_uuid
         return header
+
+    def _read(self, segment: Segment, array: NDArray[Any], offset: int) -> bool:
+        """Whether the device can read it. Raises OutOfMemoryError, BusyError."""
+        result = self._io.read(segment.fd, array, offset)
+        if result in _NOT_THE_DEVICE:
+            check_native(result, f"segment {segment.number} can't be read")
+        if result != 0:
+            self._unread.add(segment.number)
+        return result == 0
+
+    def _end(self, segment: Segment) -> None:
+        """Of a segment that can't be read nothing counts any more."""
+        epoch = self._state.epochs.get(segment.number)
+        if epoch is not None and self._writable:
+            self._state.free(segment.number, epoch)
+
+    def _settled(self, segment: Segment) -> bool:
+        """Whether it is not to be filled on: parts of it couldn't be read, the rest is to stay."""
+        if segment.number not in self._unread:
+            return False
+        if segment.record_count:
+            self.report.incomplete.append(segment)
+        else:
+            self._end(segment)
+            segment.state = SegmentState.FREE
+            segment.clear_rows()
+        return True
 
     def _header_by_log(self, segment: Segment) -> SegmentHeader | None:
         """What the log knows of a segment with a damaged header, if its contents bear it out."""
@@ -212,7 +247,7 @@ class Recovery:
     def _sealed(self, segment: Segment, *, count: bool = True) -> Contents | None:
         page = aligned_array(limits.PAGE_BYTES)
         size = self._segments.segment_bytes
-        if self._io.read(segment.fd, page, size - limits.PAGE_BYTES) != 0:
+        if not self._read(segment, page, size - limits.PAGE_BYTES):
             return None
         footer = directory.decode_footer(page.tobytes(), segment.uuid, segment.epoch, size)
         if footer is None:
@@ -220,7 +255,7 @@ class Recovery:
         first, end = footer.span()
         data = aligned_array(max(end - first, limits.PAGE_BYTES))
         rows = None
-        if self._io.read(segment.fd, data, first) == 0:
+        if self._read(segment, data, first):
             rows = directory.decode(footer, data.data, first)
         if rows is None:
             self.report.damaged_directories += count
@@ -232,9 +267,16 @@ class Recovery:
     def _scanned(self, segment: Segment, *, count: bool = True) -> Contents:
         length = self._files.length_bytes(segment.fd)
         end_page = min(segment.end_page, length // limits.PAGE_BYTES)
-        contents, damaged, unreadable = scan(
-            self._io, segment, FIRST_PAGE, max(end_page, FIRST_PAGE), verify=True
-        )
+        end_page = max(end_page, FIRST_PAGE)
+        contents, damaged, unreadable = scan(self._io, segment, FIRST_PAGE, end_page, verify=True)
+        if damaged or unreadable:  # damage on the way to memory isn't there a second time
+            again = scan(self._io, segment, FIRST_PAGE, end_page, verify=True)
+            if again[1] + again[2] < damaged + unreadable:
+                contents, damaged, unreadable = again
+        if unreadable:
+            self._unread.add(segment.number)
+        else:
+            self._unread.discard(segment.number)
         contents.blocks["digest"][:, self._digest_bytes :] = 0  # as the writer's, see Store
         if not count:
             return contents
@@ -249,7 +291,7 @@ class Recovery:
 
     def _choose_open(self, unsealed: list[Segment]) -> None:
         """The newest segment without a directory is filled on; the others stay as they are."""
-        if not (self._writable and unsealed):
+        if not unsealed:
             return
         newest = max(unsealed, key=lambda segment: segment.first_sequence)
         newest.state = SegmentState.OPEN
@@ -282,7 +324,7 @@ def scan_records(
         io.engine, segment.fd, uuid, segment.epoch, first_page, end_page, flags, status
     )
     if handle == ffi.NULL:
-        raise OutOfMemoryError(f"no memory to scan segment {segment.number}")
+        check_native(status[0], f"segment {segment.number} can't be scanned")
     try:
         records = _copy(
             lib.fkv_scan_records(handle), lib.fkv_scan_record_count(handle), SCAN_RECORD

@@ -13,6 +13,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -324,15 +325,22 @@ class SegmentWriter:
         lost, self._lost_since_flush = self._lost_since_flush, 0
         return lost
 
-    def settle_tails(self) -> None:
+    def settle_tails(self, incomplete: Iterable[Segment]) -> None:
         """Makes durable what recovery found in segments without a directory. Raises StoreError.
 
+        incomplete: what couldn't be read in these must not come back: a directory leaves it out.
         Where a sync fails the segment's contents go: nobody knows how much of them was durable.
         """
+        for segment in incomplete:
+            if self._failing([segment]) or not self._finish(segment):
+                self._end(segment)
         for segment in self._failing(self._unsynced().values()):
-            self._open = None if segment is self._open else self._open
-            segment.clear_rows()
-            self.counters.lost_blocks += self._space.end(segment)
+            self._end(segment)
+
+    def _end(self, segment: Segment) -> None:
+        self._open = None if segment is self._open else self._open
+        segment.clear_rows()
+        self.counters.lost_blocks += self._space.end(segment)
 
     def _make_durable(self) -> None:
         self.flights.wait_written()
@@ -385,6 +393,11 @@ class SegmentWriter:
         if not self._sync({segment.number: segment, **self._unsynced()}.values()):
             return
         self.durable_sequence = self._last_appended
+        with suppress(OutOfMemoryError):  # recovery scans it
+            self._finish(segment)
+
+    def _finish(self, segment: Segment) -> bool:
+        """Writes the segment's directory; False where that fails. Raises OutOfMemoryError."""
         records, blocks = segment.rows()
         rows = directory.Directory(records, blocks, segment.namespaces, self.durable_sequence)
         body, footer = directory.encode(
@@ -392,17 +405,16 @@ class SegmentWriter:
         )
         at = segment.next_page * limits.PAGE_BYTES
         segment.clear_rows()
-        try:
-            pages = aligned_copy(body), aligned_copy(footer)
-        except OutOfMemoryError:
-            return  # recovery scans it
+        pages = aligned_copy(body), aligned_copy(footer)
         segment.unsynced = True
-        if self._io.write(segment.fd, pages[0], at) != 0:
-            return
-        if self._io.write(segment.fd, pages[1], segment.end_page * limits.PAGE_BYTES) == 0:
-            segment.state = SegmentState.SEALED
-            self.counters.sealed_segments += 1
         self.counters.segment_bytes_written += len(body) + len(footer)
+        if self._io.write(segment.fd, pages[0], at) != 0:
+            return False
+        if self._io.write(segment.fd, pages[1], segment.end_page * limits.PAGE_BYTES) != 0:
+            return False
+        segment.state = SegmentState.SEALED
+        self.counters.sealed_segments += 1
+        return True
 
     def close(self) -> None:
         """Lands all writes and gives the buffer back."""

@@ -227,7 +227,7 @@ class Store:
             next_sequence=state.next_sequence,
             bloom=options.bloom,
         )
-        self.writer.settle_tails()
+        self.writer.settle_tails(self.recovery.incomplete)
         for dropped in self.recovery.dropped:
             self.writer.queue_kills(dropped, 0)
         with suppress(StoreError):  # a log that can't be written now; take() tries again

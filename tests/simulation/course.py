@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from simulation.account import ABSENT, Account
+from simulation.account import ABSENT, Account, Allowed
 from simulation.device import Device
 from simulation.faults import Faults
 from simulation.filesystem import SimFiles
@@ -64,6 +64,7 @@ class Course:
         self.faults = faults
         self._options = options(codec="lossless", bloom=seed % 2 == 0)
         self._unreported: set[bytes] = set()  # lost, and no flush has said so yet
+        self._evicted: Allowed = {}  # what an eviction took that a failure kept out of the log
         self._store: Store | None = None
         faults.arm(self)
 
@@ -144,11 +145,16 @@ class Course:
             self.check_descriptors()
             self.faults.end()
             self._store = self._opened()
+        shown = self._shown(ALL_KEYS)
         found = self._look(hits)
         gone = [key for key in self.account.allowed if key not in found]
         self.account.may_be_gone(gone, begun, self.position)
+        unread = {key: self.account.of(key) for key in shown - set(found)}
         self.account.live = found
+        self._evicted.clear()
         self.account.is_durable(self.position)
+        self.account.allowed.update(unread)  # gone, and durably with the next flush
+        self.account.mark(self.position)
         self.opened.append(self.position)
 
     def _opened(self) -> Store:
@@ -167,8 +173,7 @@ class Course:
             captured = [key for key in self.account.live if len(self.account.of(key)) > 1]
             self.account.may_be_gone(captured, begun, self.position)
         else:
-            assert not self._unreported, f"no word of the loss of {self._unreported}"
-            self.account.is_durable(self.position)
+            self._is_durable(None)
         self._unreported.clear()
         self.check_descriptors()
 
@@ -224,6 +229,8 @@ class Course:
             # A version that came over a durable one and was lost leaves neither.
             came_over = len(self.account.of(key)) > 1 and self.faults.hits() > 0
             self._check_absence(key, forgets or came_over)
+            if is_evicted and self.faults.hits():
+                self._evicted[key] = self._evicted.get(key, frozenset()) | self.account.of(key)
             if not (forgets or self.faults.rots):
                 self._unreported.add(key)
             del self.account.live[key]
@@ -310,6 +317,7 @@ class Course:
         if not failed:
             assert not shown, f"{shown} was deleted"
             self.account.is_gone(keys, self.position)
+            self._evicted.clear()  # the log is written
         for key in set(keys) - shown:  # a failed one: gone till the next crash
             self.account.live.pop(key, None)
 
@@ -320,11 +328,16 @@ class Course:
         self._flushed(raised)
 
     def _flushed(self, raised: BaseException | None) -> None:
-        if raised is None:
-            assert not self._unreported, f"no word of the loss of {self._unreported}"
         if raised is None or isinstance(raised, DurabilityError):
-            self.account.is_durable(self.position)
-            self._unreported.clear()
+            self._is_durable(raised)
+
+    def _is_durable(self, raised: DurabilityError | None) -> None:
+        assert raised or not self._unreported, f"no word of the loss of {self._unreported}"
+        self._unreported.clear()
+        self.account.is_durable(self.position)
+        for key in self._evicted.keys() - self.account.live.keys():
+            self.account.allowed[key] = self.account.of(key) | self._evicted[key]
+        self.account.mark(self.position)
 
     def lease(self, keys: Sequence[bytes], count: int) -> None:
         """Holds what leads the keys through some puts."""

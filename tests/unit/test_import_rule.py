@@ -41,6 +41,7 @@ LEVELS: list[set[str]] = [
 ]
 SAME_LEVEL = {
     ("errors", "native"),  # inside functions: a build that fails to load raises our errors
+    ("native", "errors"),
     ("flights", "directory"),
     ("space", "directory"),
     ("identity", "layout"),
