@@ -119,7 +119,7 @@ class _Planner:
             self._directory()
         elif self._has("record"):
             self._kill_damaged()
-        if self._segment.counts and (rebuild or self._has("namespace")):
+        if self._segment.counts and (rebuild or cut_short or self._has("namespace")):
             self._namespaces()
 
     def _has(self, *faults: str) -> bool:
