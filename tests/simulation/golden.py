@@ -264,14 +264,14 @@ class _Maker:
             del self.golden.live[space, key.encode()]
 
     def small(self) -> None:
-        """Two segments of eight pages."""
+        """Two segments of nine pages."""
         with self.session("raw") as store:  # segment 0: to be reclaimed
             self.put(store, "main", "a0 a1 a2 a3")
             self.put(store, "main", "k2 a4")
             store.writer.seal()
             self.delete(store, "a1")
-        with self.session("raw", bloom=True) as store:  # segment 1: gathered, inline
-            self.put(store, "main", "k0 k1 k2 k3")
+        with self.session("raw", bloom=True) as store:  # segment 1: packed into a page
+            self.put(store, "main", "k0 k1 k2 k3 l0 l1")
             store.writer.seal()
             self.delete(store, "k1 k3")
         with self.session("lossless") as store:  # segment 0 again: two pages
@@ -280,6 +280,10 @@ class _Maker:
             self.put(store, "main", "k2 k3 k4 k5 k6 k7 k8 a0")
             store.flush()
             self.delete(store, "k5")
+        with self.session("raw") as store:  # one page more: gathered, inline
+            self.put(store, "main", "m0 m1 k4")
+            store.flush()
+            self.delete(store, "m1")
 
     def large(self) -> None:
         """Five segments of thirteen pages."""
@@ -343,6 +347,6 @@ def golden(size: str, salt: int = 0) -> Golden:
         made = SimpleNamespace(uuid4=lambda: SimpleNamespace(bytes=numbers.randbytes(16)))
         patch.setattr(manifest, "uuid", made)
         patch.setattr(opening, "now_ms", lambda: next(times))
-        maker = _Maker(folder / "store", 8 if size == "small" else 13, 1000 * salt)
+        maker = _Maker(folder / "store", 9 if size == "small" else 13, 1000 * salt)
         maker.small() if size == "small" else maker.large()
         return maker.finish()

@@ -251,7 +251,7 @@ def test_reads_that_are_wrong_once(seed: int, size: str) -> None:
             assert reads > 5
             # The first read for writing is a trial of the device: one that fails it is refused.
             for number in range(1 + writable, reads + 1):
-                for _ in range(8):
+                for _ in range(4):
                     bit = rng.randrange(8 * made.segment_bytes)
                     place.flip_read(number, bit, writable=writable)
         print(place)
