@@ -206,9 +206,11 @@ fkv_scan *fkv_scan_segment(fkv_engine *engine, int32_t fd, const uint8_t *segmen
                        .flags = flags,
                        .last_page = first_page};
     scan->window = fkv_buffer_alloc((uint64_t)WINDOW_PAGES * FKV_PAGE_BYTES);
-    for (uint64_t page = first_page; scan->window && page < end_page && !scan->out_of_memory && !scan->failed;)
+    bool good = scan->window != NULL;
+    for (uint64_t page = first_page; good && page < end_page;) {
         page += record_at(scan, (uint32_t)page);
-    bool good = scan->window && !scan->out_of_memory && !scan->failed;
+        good = !scan->out_of_memory && !scan->failed;
+    }
     if (scan->failed) *status = scan->failed;
     if (scan->window) fkv_buffer_free(scan->window, (uint64_t)WINDOW_PAGES * FKV_PAGE_BYTES);
     scan->window = NULL;
