@@ -157,7 +157,8 @@ def read_state(
 ) -> tuple[ManifestState, bool]:
     """The state that the log gives, and whether the log was there and began rightly.
 
-    A log that ends in garbage ends there; a log that is lost gives an empty state (False).
+    A log that ends in garbage ends there; a log that is lost gives an empty state (False), one
+    whose beginning is damaged the state of what is behind it (False too).
     """
     state = ManifestState()
     data = _read(files, folder / manifest_name(superblock.manifest_generation))
@@ -169,7 +170,9 @@ def read_state(
             begin = ffi.from_buffer("fkv_manifest_begin *", payload)
             began = begin.generation == superblock.manifest_generation
             state.next_sequence = int(begin.next_sequence)
-        if not began:
+            if not began:
+                break
+        elif not (began or behind_damage):
             break
         state.damaged_entries += behind_damage and not state.damaged_entries
         _apply(state, kind, payload, behind_damage=behind_damage)

@@ -103,3 +103,13 @@ def test_what_was_reclaimed_stays_so_behind_damage(store_path: Path) -> None:
     with make(store_path) as store:
         result, _ = read_back(store.namespace(IDENTITY), KEYS, DATA)
         assert not result.ok.any()
+
+
+def test_the_beginning_of_the_log_is_lost(deleted: Path) -> None:
+    """The first entry says whose log it is and where it begins; all others count without it."""
+    damage(ruling_log(deleted), 20)
+    with make(deleted) as store:
+        assert store.stats().recovery["manifest_rebuilt"]
+        result, out = read_back(store.namespace(IDENTITY), KEYS, DATA)
+        assert result.ok.tolist() == [False, True, True, False, True, True]
+        assert np.array_equal(out[result.ok], DATA[result.ok])
