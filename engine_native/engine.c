@@ -111,7 +111,7 @@ void fkv_engine_close(fkv_engine *engine)
     if (engine->backend != NULL) engine->backend->close(engine->backend);
     fkv_workers_free(engine->workers);
     fkv_writes_drop(engine);
-    if (engine->headers != NULL) fkv_header_cache_free(engine->headers);
+    fkv_header_cache_free(engine->headers);
     fkv_pool_free(engine->pool);
     pthread_cond_destroy(&engine->write_done);
     pthread_mutex_destroy(&engine->write_lock);

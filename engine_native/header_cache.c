@@ -111,7 +111,7 @@ void fkv_header_cache_put(fkv_header_cache *cache, uint32_t segment, uint32_t pa
     list_push(cache, e);
     cache->bytes += header->bytes_total + sizeof *e;
     cache->count++;
-    while (cache->bytes > cache->limit_bytes && cache->oldest)
+    while (cache->bytes > cache->limit_bytes)
         forget(cache, slot_of(cache, cache->oldest->segment, cache->oldest->page));
     pthread_mutex_unlock(&cache->lock);
 }

@@ -13,13 +13,15 @@
  */
 #include "allocate.h"
 #include "reader.h"
+#include <assert.h>
 #include <errno.h>
 #include <string.h>
 
 /* Operations that one thread gathers to submit them together: so few that the device starts while
  * the rest is planned, so many that a submission's cost is shared. */
 #define GATHER_MAX 16
-typedef struct {
+typedef struct op_list {
+    struct op_list *outer; /* a backend may complete what is submitted before submit() returns */
     fkv_io_op *head, **tail;
     uint32_t count;
 } op_list;
@@ -27,20 +29,20 @@ static _Thread_local op_list *gathering;
 
 static void gather_begin(op_list *list)
 {
-    *list = (op_list){NULL, &list->head, 0};
+    *list = (op_list){gathering, NULL, &list->head, 0};
     gathering = list;
 }
 
 static void gather_flush(fkv_engine *engine, op_list *list)
 {
     fkv_io_op *head = list->head;
-    *list = (op_list){NULL, &list->head, 0};
+    list->head = NULL, list->tail = &list->head, list->count = 0;
     if (head) engine->backend->submit(engine->backend, head);
 }
 
 static void gather_end(fkv_engine *engine, op_list *list)
 {
-    gathering = NULL;
+    gathering = list->outer;
     gather_flush(engine, list);
 }
 
@@ -214,14 +216,11 @@ static void extent_ready(fkv_pool_waiter *waiter, uint8_t *buffer)
     }
     fkv_io_prepare(op);
     op->next = NULL;
-    fkv_engine *engine = extent->reading->job->engine;
-    if (!gathering) {
-        engine->backend->submit(engine->backend, op);
-        return;
-    }
+    assert(gathering); /* buffers are taken and given back while it goes on */
     *gathering->tail = op;
     gathering->tail = &op->next;
-    if (++gathering->count == GATHER_MAX) gather_flush(engine, gathering);
+    if (++gathering->count == GATHER_MAX)
+        gather_flush(extent->reading->job->engine, gathering);
 }
 
 void fkv_extent_issue(fkv_extent *extent)

@@ -29,6 +29,7 @@ NATIVE = {
     "io_uring": lib.FKV_BACKEND_IO_URING,
     "threads": lib.FKV_BACKEND_THREADS,
     "sim": lib.FKV_BACKEND_SIM,
+    "auto": lib.FKV_BACKEND_AUTO,
 }
 
 
@@ -59,7 +60,7 @@ def use_engine(device: Device, backend: str, fd: int, data: np.ndarray, back: np
         return "" if status == probe == 0 else "no memory"
 
 
-@pytest.mark.parametrize("backend", [*BACKENDS, "sim"])
+@pytest.mark.parametrize("backend", [*BACKENDS, "sim", "auto"])
 @pytest.mark.parametrize("count", [1, 1 << 62], ids=["once", "from there on"])
 def test_an_engine(tmp_path: Path, backend: str, count: int) -> None:
     data, back = noise(3 * MIB - 5000), aligned_array(3 * MIB - 5000)

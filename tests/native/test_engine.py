@@ -31,6 +31,7 @@ MIB = 1 << 20
         ({"queue_depth": 0}, "queue_depth must be 1 to 4096"),
         ({"queue_depth": 4097}, "queue_depth must be 1 to 4096"),
         ({"workers": 257}, "workers must be"),
+        ({"workers": 0, "backend": lib.FKV_BACKEND_THREADS}, "workers must be"),
         ({"io_threads": 0}, "io_threads must be 1 to 256"),
         ({"io_threads": 257}, "io_threads must be 1 to 256"),
         ({"memory_alignment": 0}, "memory_alignment must be a power of two"),
@@ -43,6 +44,11 @@ MIB = 1 << 20
 def test_options_out_of_range(device: Device, changes: dict[str, Any], says: str) -> None:
     with pytest.raises(RuntimeError, match=says):
         Engine(device, **changes)
+
+
+def test_a_cache_for_all_headers_there_are(device: Device) -> None:
+    with Engine(device, header_cache_bytes=1 << 50) as engine:
+        assert engine.counters()["header_cache_bytes"] == 0
 
 
 def test_no_engine_is_closed() -> None:

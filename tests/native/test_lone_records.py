@@ -23,7 +23,7 @@ from simulation.device import (
 from simulation.engine import PAGE, RETRIES, Engine, open_plain
 from simulation.lone_record import FIRST_PAGE, POISON, SHAPES, LoneRecord, Shape, vectors
 
-from flashkv import MemoryView
+from flashkv import KVGeometry, MemoryView
 from flashkv.layout import Selection, packed_view
 from flashkv.native import ffi, lib, pointer
 
@@ -40,7 +40,7 @@ small_shape = pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape.na
 def inline(device: Device) -> Iterator[Engine]:
     """An engine that carries everything out in the calling thread: the same each time."""
     device.inline()
-    with Engine(device, retries=RETRIES) as engine:
+    with Engine(device, retries=RETRIES, workers=0) as engine:
         yield engine
         counters = engine.counters()
         assert counters["inflight"] == 0
@@ -147,6 +147,7 @@ def test_a_place_that_lies(inline: Engine, fd: int, shape: Shape) -> None:
             ("pages", int(record.row["pages"]) + 1),
             ("header_pages", int(record.row["header_pages"]) + 1),
             ("record_tokens", int(record.row["tokens"]) + 1),
+            ("record_blocks", len(record.keys) + 1),
         ):
             if not cached:
                 lib.fkv_header_cache_drop(inline.engine, 0)
@@ -172,6 +173,55 @@ def test_blocks_that_are_not_the_ones(inline: Engine, fd: int, shape: Shape) -> 
         record._blob = np.frombuffer(b"".join(keys), np.uint8)
         for status in record.read([1, 0]).statuses:
             assert status in (OK, MISS)
+
+
+def test_no_blocks_at_all(inline: Engine, fd: int) -> None:
+    record = LoneRecord(inline, fd, SHAPES[0])
+    assert record.read([], apart=True).statuses == []
+
+
+@each_shape
+def test_a_block_that_the_record_has_not(inline: Engine, fd: int, shape: Shape) -> None:
+    """Beside one that it has, and whose pages are bad."""
+    record = LoneRecord(inline, fd, shape)
+    assert record.read([0, 0], ordinals=[0, 99]).statuses == [OK, MISS]
+    harmed = bytearray(record.image)
+    harmed[-PAGE] ^= 1
+    record.write(bytes(harmed))
+    last = len(record.keys) - 1
+    statuses = record.read([last, 0], ordinals=[last, 99]).statuses
+    assert statuses[1] in (MISS, DAMAGED)
+    assert statuses[0] == DAMAGED
+
+
+@each_shape
+def test_memory_that_is_too_small(inline: Engine, fd: int, shape: Shape) -> None:
+    """The index gave less room to the caller than the header wants: one of them is wrong."""
+    record = LoneRecord(inline, fd, shape)
+    room = max(shape.tokens) - 1
+    row = shape.tokens.index(max(shape.tokens))
+    if room:
+        for _ in range(2):
+            assert record.read([row], room=room).statuses == [DAMAGED]
+
+
+def test_a_header_of_more_than_a_megabyte(inline: Engine, fd: int) -> None:
+    """It has a buffer of its own."""
+    geometry = KVGeometry.gqa(1024, 64, 8, "bfloat16")
+    record = LoneRecord(inline, fd, Shape("streams", geometry, "lossless", (1,)))
+    assert record.header_pages * PAGE > 1 << 20
+    assert record.right(record.read()) == [True]
+    for n in range(2, 40):
+        lib.fkv_header_cache_drop(inline.engine, 0)
+        fail_allocations(n)
+        statuses = record.read().statuses
+        reached = allocation_calls() >= n
+        fail_allocations()
+        assert set(statuses) <= {OK, NO_MEMORY}  # without memory nothing is cached
+        if not reached:
+            break
+    assert statuses == [OK]
+    lib.fkv_header_cache_drop(inline.engine, 0)
 
 
 # ---- damage ----

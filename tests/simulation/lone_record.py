@@ -58,14 +58,16 @@ SHAPES: Final = (
     Shape("coded noise", KVGeometry.gqa(1, 2, 64, "bfloat16"), "lossless", (30, 30), plain=True),
     Shape("raw", KVGeometry.gqa(2, 2, 64, "bfloat16"), "raw", (16, 16, 16)),
     Shape("raw uneven", KVGeometry.gqa(2, 2, 50, "bfloat16"), "raw", (7, 11, 3)),
-    Shape("raw alone", KVGeometry.gqa(1, 2, 128, "bfloat16"), "raw", (33,)),
-    Shape("raw large", KVGeometry.gqa(4, 4, 128, "bfloat16"), "raw", (100, 70)),
+    Shape("raw alone", KVGeometry.gqa(1, 2, 128, "bfloat16"), "raw", (31,)),
+    Shape("raw alone, uneven", KVGeometry.gqa(1, 2, 128, "bfloat16"), "raw", (33,)),
+    Shape("raw large", KVGeometry.gqa(4, 4, 126, "bfloat16"), "raw", (140, 30)),
+    Shape("raw large alone", KVGeometry.gqa(4, 4, 126, "bfloat16"), "raw", (140,)),
     Shape(
         *("raw tokens first", KVGeometry.gqa(2, 2, 64, "bfloat16"), "raw", (16, 9)),
         order="token layer plane head",
     ),
     Shape("inline", KVGeometry.gqa(1, 1, 32, "bfloat16"), "raw", (3, 4)),
-    Shape("opaque", KVGeometry.opaque(10_000), "raw", (1, 1)),
+    Shape("opaque", KVGeometry.opaque(12_000), "raw", (1, 1)),
 )
 
 
@@ -246,12 +248,14 @@ class LoneRecord:
         selection: Selection = ALL,
         view: MemoryView | None = None,
         apart: bool = False,
+        ordinals: Sequence[int] | None = None,
         percent: int = 125,
         **changes: Any,
     ) -> Result:
         """fkv_read of some blocks. room: tokens of their memory; first, count: tokens of each.
 
-        apart: a record row for each want. changes: of the record's row, as the index would have it.
+        apart: a record row for each want. ordinals: instead of the blocks' own.
+        changes: of the record's row, as the index would have it.
         """
         rows = range(len(self.keys)) if rows is None else rows
         room = self.room if room is None else room
@@ -269,6 +273,8 @@ class LoneRecord:
             wants[i]["key_offset"] = ends[row] - len(self.keys[row])
             wants[i]["target"], wants[i]["ordinal"] = i, row
             wants[i]["first_token"], wants[i]["token_count"] = first, count
+        if ordinals is not None:
+            wants["ordinal"] = ordinals
         records = np.zeros(len(rows) if apart else 1, READ_RECORD)
         uuid = np.frombuffer(UUID, np.uint8)
         for name in ("sequence", "pages", "header_pages", "codec", "flags"):
