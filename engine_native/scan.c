@@ -14,7 +14,7 @@
 #include <errno.h>
 #include <string.h>
 
-#define WINDOW_PAGES 1024u /* 4 MiB a read */
+#define WINDOW_PAGES 1024u /* 4 MiB a read at most */
 #define STALE_EPOCHS 256u  /* earlier epochs that are tried: nearly always it is the last one */
 
 typedef struct {
@@ -205,14 +205,16 @@ fkv_scan *fkv_scan_segment(fkv_engine *engine, int32_t fd, const uint8_t *segmen
                        .end_page = end_page,
                        .flags = flags,
                        .last_page = first_page};
-    scan->window = fkv_buffer_alloc((uint64_t)WINDOW_PAGES * FKV_PAGE_BYTES);
+    uint64_t pages = end_page > first_page ? end_page - first_page : 1;
+    uint64_t window = (pages < WINDOW_PAGES ? pages : WINDOW_PAGES) * FKV_PAGE_BYTES;
+    scan->window = fkv_buffer_alloc(window);
     bool good = scan->window != NULL;
     for (uint64_t page = first_page; good && page < end_page;) {
         page += record_at(scan, (uint32_t)page);
         good = !scan->out_of_memory && !scan->failed;
     }
     if (scan->failed) *status = scan->failed;
-    if (scan->window) fkv_buffer_free(scan->window, (uint64_t)WINDOW_PAGES * FKV_PAGE_BYTES);
+    if (scan->window) fkv_buffer_free(scan->window, window);
     scan->window = NULL;
     scan->segment_uuid = NULL;
     if (!good) {

@@ -77,7 +77,6 @@ class Bench:
         self.files.backend, self.files.device, self.files.workers = "sim", self.device.sim, 0
         self.looks = 0
         self.lossy = 0  # looks at which something was lost
-        self.counted = 0  # damage that the last look's counters said
         self.reads = 0  # that the last look took, but for those of a second opening
         self._names = {
             space: [name for name in golden.versions if name[0] == space] for space in IDENTITIES
@@ -125,6 +124,12 @@ class Bench:
 
     # ---- looking ----
 
+    def open(self, *, writable: bool) -> Store:
+        """The store as it lies there."""
+        return Store(
+            self.path, None, None, self.options, read_only=not writable, files=self.files
+        )
+
     def look(self, what: str, allowed: Allowed, *, writable: bool, again: bool = False) -> None:
         """Opens the store as it lies there and checks it. Raises DamageError, with `what`.
 
@@ -138,18 +143,14 @@ class Bench:
             raise DamageError(f"{what}, opened to be {mode}: {error!r}") from error
 
     def _look(self, allowed: Allowed, *, writable: bool, again: bool) -> None:
-        store = Store(
-            self.path, None, None, self.options, read_only=not writable, files=self.files
-        )
+        store = self.open(writable=writable)
         try:
             found = self.read(store)
             lost = self.judge(found, allowed)
             self.reads = self.device.calls(READ)
-            stats = store.stats()
-            self.counted = stats.damaged_blocks + sum(stats.recovery[sign] for sign in SIGNS)
-            if lost:
-                self.lossy += 1
-                assert self.counted or not allowed.counted, f"nothing counts the loss of {lost}"
+            self.lossy += bool(lost)
+            if lost and allowed.counted:
+                assert self.counted(store), f"nothing counts the loss of {lost}"
             if writable:
                 self._put(store, lost)
                 store.flush()
@@ -160,13 +161,18 @@ class Bench:
 
     def _look_again(self, found: Found, lost: set[Name]) -> None:
         """What was found is there, and what was put."""
-        with Store(self.path, None, None, self.options, read_only=True, files=self.files) as store:
+        with self.open(writable=False) as store:
             more = self.read(store)
             assert {n: v for n, v in more.items() if n in found} == found, "more is lost"
             for name in set(more) - set(found) - lost:
                 raise AssertionError(f"{name} is back after a second opening")
             assert all(more.get(name) == NEW for name in lost), "what was put again is gone"
             self._check_new(store)
+
+    def counted(self, store: Store) -> int:
+        """Damage that the counters say."""
+        stats = store.stats()
+        return stats.damaged_blocks + sum(stats.recovery[sign] for sign in SIGNS)
 
     def read(self, store: Store) -> Found:
         """name -> version of everything that the store shows."""

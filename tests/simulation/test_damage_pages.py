@@ -38,7 +38,10 @@ def test_nothing_counts_where_nothing_is_damaged() -> None:
             for writable in (False, True):
                 place.look("no damage", Allowed(), writable=writable, again=True)
                 place.restore()
-            assert place.counted == 0, size
+                with place.open(writable=writable) as store:
+                    assert place.read(store) == place.golden.live
+                    assert place.counted(store) == 0, size
+                place.restore()
 
 
 def test_a_wrong_claim_is_seen() -> None:

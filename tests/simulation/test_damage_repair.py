@@ -17,7 +17,7 @@ from simulation.golden import CAPACITY, PAGE, SHARD, Golden, golden, segment_pat
 from simulation.test_damage import header_bytes
 from simulation.test_damage_pages import page_at, pages_of, with_page
 
-from flashkv import Store, SuperblockError
+from flashkv import SuperblockError
 
 SUPERBLOCKS = (f"{SHARD}/superblock.a", f"{SHARD}/superblock.b")
 SAMPLES = 40
@@ -83,14 +83,7 @@ def test_both_superblocks(seed: int, size: str, logs: str) -> None:
             place.write(change)
             for writable in (False, True):
                 with pytest.raises(SuperblockError, match="flashkv-fsck --repair"):
-                    Store(
-                        place.path,
-                        None,
-                        None,
-                        place.options,
-                        read_only=not writable,
-                        files=place.files,
-                    )
+                    place.open(writable=writable)
             outcome = repair(place.path, capacity_bytes=CAPACITY, files=place.files)
             assert outcome.status == MENDED, outcome.findings
             clean(place.path)
