@@ -77,7 +77,7 @@ class Manifest:
         self._length_before = 0  # of the log before, which is kept
         self._length_max = min(4 * limits.MIB, reserve_of(superblock.capacity_bytes) // 8)
         self._uncertain = False
-        self._owes = False  # the state holds kills that no log has
+        self._owes_kills = self._owes_ends = False  # the state holds some that no log has
 
     # ---- creation ----
 
@@ -115,7 +115,8 @@ class Manifest:
 
     def segments_freed(self, epochs: dict[int, int], kills: NDArray[Any]) -> None:
         """The kills that these segments' contents caused, then their end, in one durable write."""
-        self._owes |= len(kills) > 0  # an end that is lost alone brings back nothing wrong
+        self._owes_ends = True
+        self._owes_kills |= len(kills) > 0
         entries = kill_entries(kills)
         self.state.add_kills(kills)
         for segment, epoch in epochs.items():
@@ -127,7 +128,7 @@ class Manifest:
         """Blocks that must never come back."""
         kills = kills[~np.isin(kills["segment"], list(self.state.freed))]
         if len(kills):
-            self._owes = True
+            self._owes_kills = True
             self.state.add_kills(kills)
             self._append(kill_entries(kills), sync=sync)
 
@@ -147,7 +148,7 @@ class Manifest:
 
     def namespace_retired(self, digest: bytes, last_sequence: int) -> None:
         """All records of the namespace up to this sequence are dead."""
-        self._owes = True
+        self._owes_kills = True
         self.state.retired[digest] = last_sequence
         self._append([(lib.FKV_MANIFEST_RETIRED, retired_row(digest, last_sequence))], sync=True)
 
@@ -168,11 +169,14 @@ class Manifest:
             return
         self._length += len(data)
         self.bytes_written += len(data)
-        self._owes = False
+        self._owes_kills = self._owes_ends = False
 
-    def settle(self) -> None:
-        """Makes durable what a failed write left out. Raises StoreError."""
-        if self._owes:
+    def settle(self, *, ends: bool) -> None:
+        """Makes durable what a failed write left out. Raises StoreError.
+
+        ends: of segments too, whose blocks come back else; they are whole and the newest.
+        """
+        if self._owes_kills or (ends and self._owes_ends):
             self.checkpoint()
 
     def _encode(self, kind: int, payload: bytes) -> bytes:
@@ -199,7 +203,7 @@ class Manifest:
         except OSError as error:
             name = manifest_name(generation)
             raise StoreError(f"can't write the manifest {name}: {error}") from error
-        self._uncertain = self._owes = False
+        self._uncertain = self._owes_kills = self._owes_ends = False
         self.close()
         self._fd = fd
         self._length_before = self._length

@@ -299,9 +299,9 @@ class SegmentWriter:
             self._make_durable()
         with self.flights.lock:
             self._ready.append(kill_rows(dropped))
-        self._log()
+        self._log(ends=True)  # what was evicted may have been meant, and must not come back either
 
-    def _log(self) -> None:
+    def _log(self, *, ends: bool) -> None:
         """Makes kills durable that nothing keeps back. They stay queued till the log has them."""
         with self.flights.lock:
             more = sum(rows.nbytes for rows in self._ready)
@@ -309,7 +309,7 @@ class SegmentWriter:
         if more:
             self._space.shrink(self.take_kills, more)
             self._manifest.kill(self.take_kills(), sync=True)
-        self._manifest.settle()
+        self._manifest.settle(ends=ends)
 
     # ---- durability ----
 
@@ -321,7 +321,7 @@ class SegmentWriter:
         """
         self.counters.flushes += 1
         self._make_durable()
-        self._log()
+        self._log(ends=False)
         lost, self._lost_since_flush = self._lost_since_flush, 0
         return lost
 

@@ -62,7 +62,9 @@ class Course:
         self.evicted_blocks = self.sealed_segments = self.failed_syncs = 0
         self.opened: list[int] = []  # positions at which a handle was open
         self.faults = faults
-        self._options = options(codec="lossless", bloom=seed % 2 == 0)
+        self._options = options(
+            codec="lossless", bloom=seed % 2 == 0, free_floor_bytes=None
+        )
         self._unreported: set[bytes] = set()  # lost, and no flush has said so yet
         self._evicted: Allowed = {}  # what an eviction took that a failure kept out of the log
         self._store: Store | None = None

@@ -90,6 +90,7 @@ class Nth(Faults):
         self._course: Course | None = None
         self._before = 0
         self._over = threading.Event()
+        self._releasing: threading.Thread | None = None
 
     def arm(self, course: Course) -> None:
         """The course begins."""
@@ -111,15 +112,16 @@ class Nth(Faults):
                 kind, self.number, count=fault.count, code=fault.code, amount=fault.amount
             )
         if fault.action == dev.HANG:
-            threading.Thread(target=self._release, daemon=True).start()
+            release = threading.Thread(target=self._release, args=(course.device,), daemon=True)
+            self._releasing = release
+            release.start()
 
-    def _release(self) -> None:
+    def _release(self, device: dev.Device) -> None:
         """What hangs does so for some milliseconds."""
-        assert self._course is not None
         while not self._over.wait(0.002):
-            if self._course.device.hanging():
+            if device.hanging():
                 self._over.wait(0.02)
-                self._course.device.release()
+                device.release()
 
     def hits(self) -> int:
         """Calls that it met so far."""
@@ -140,6 +142,8 @@ class Nth(Faults):
         self._before, course = self.hits(), self._course
         self._course = None
         self._over.set()
+        if self._releasing is not None:
+            self._releasing.join()
         if self.fault.kind == ALLOCATION:
             dev.fail_allocations()
         course.files.reset()
@@ -161,31 +165,15 @@ def faults_of(kind: str) -> list[Fault]:
     """All ways in which calls of a kind fail."""
     if kind == ALLOCATION:
         return [Fault(kind, errno.ENOMEM, count=count) for count in (1, 3, ALWAYS)]
-    if kind == "device read":
-        shorts = [Fault(kind, action=dev.SHORT, amount=n) for n in (0, 512, 1024, 4096, 5, 4097)]
-        more = [Fault(kind, action=dev.SHORT, amount=n, count=ALWAYS) for n in (0, 512, 5)]
-        flips = [Fault(kind, action=dev.FLIP, amount=bit) for bit in (3, 999, 32768 + 77)]
-        return [
-            *_several(kind, errno.EIO, errno.ENOMEM),
-            *_repeated(kind),
-            *shorts,
-            *more,
-            *flips,
-        ]
-    if kind == "device write":
+    if kind in ("device read", "device write"):
         shorts = [Fault(kind, action=dev.SHORT, amount=n) for n in (0, 512, 2048, 4096, 5, 4097)]
-        more = [Fault(kind, action=dev.SHORT, amount=n, count=ALWAYS) for n in (0, 512, 5)]
+        shorts += [Fault(kind, action=dev.SHORT, amount=n, count=ALWAYS) for n in (0, 512, 5)]
+        same = [*_several(kind, errno.EIO, errno.ENOSPC, errno.ENOMEM), *_repeated(kind), *shorts]
+        if kind == "device read":
+            return same + [Fault(kind, action=dev.FLIP, amount=bit) for bit in (3, 999, 32845)]
         torn = [Fault(kind, amount=n) for n in (512, 4096)]
         strays = [Fault(kind, action=dev.STRAY, amount=n) for n in (512, 4096)]
-        lost = [Fault(kind, action=dev.LOSE), *strays]
-        return [
-            *_several(kind, errno.EIO, errno.ENOSPC, errno.ENOMEM),
-            *_repeated(kind),
-            *shorts,
-            *more,
-            *torn,
-            *lost,
-        ]
+        return [*same, *torn, Fault(kind, action=dev.LOSE), *strays]
     if kind == "device sync":
         return _several(kind, errno.EIO, errno.ENOSPC, errno.EAGAIN)
     if kind == "open":
@@ -195,3 +183,13 @@ def faults_of(kind: str) -> list[Fault]:
         return [*_several(kind, errno.ENOSPC, errno.EIO, errno.EDQUOT), *torn]
     return _several(kind, errno.EIO, errno.ENOSPC, errno.EAGAIN, errno.EINTR)
 
+
+
+def times_of(kind: str) -> list[Fault]:
+    """All ways in which the device's calls of a kind take their time."""
+    late = ((1, 1), (3, 4), (2, ALWAYS))
+    return [
+        Fault(kind, action=dev.SLOW, amount=5_000),
+        *(Fault(kind, action=dev.LATE, amount=amount, count=count) for amount, count in late),
+        *(Fault(kind, action=dev.HANG, count=count) for count in (1, 3)),
+    ]
