@@ -62,8 +62,9 @@ def build() -> None:
 
 def test(arguments: list[str]) -> int:
     path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    shared = ["-n", os.environ.get("FLASHKV_TEST_PROCESSES", "auto"), "--dist", "worksteal"]
     return run(
-        *(sys.executable, "-m", "coverage", "run", "-m", "pytest", *FAST, *arguments),
+        *(sys.executable, "-m", "coverage", "run", "-m", "pytest", *shared, *FAST, *arguments),
         PYTHONPATH=path,
         OMP_NUM_THREADS="1",
     )
