@@ -125,6 +125,11 @@ class SmallDisk:
         finally:
             os.close(fd)
 
+    def fail(self) -> None:
+        """ext4 meets an error; what it does then is the mount option `errors`."""
+        device = Path(f"/sys/dev/block/{self.device()}").resolve().name
+        Path(f"/sys/fs/ext4/{device}/trigger_fs_error").write_text("a test")
+
     def restart(self) -> None:
         """Unmounts and mounts again: the journal is replayed."""
         self.unmount()

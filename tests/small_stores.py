@@ -13,7 +13,6 @@ import contextlib
 import os
 import subprocess
 import sys
-import tempfile
 import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
-from io_support import BACKENDS, ROOT, run_child
+from io_support import BACKENDS, run_child
 
 import flashkv
 from flashkv import Identity, KVGeometry, Namespace, Options, Store
@@ -134,41 +132,6 @@ def broken_segment(store: Store, number: int, flags: int) -> Iterator[None]:
         os.dup2(saved, fd, inheritable=False)
         os.close(saved)
         os.close(other)
-
-
-# ---- file systems --------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def small_disk(size_bytes: int, kind: str = "ext4") -> Iterator[Path]:
-    """A file system in an image on the project's disk; skips where it can't be mounted."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small file system needs root")
-    build = ROOT / "build"
-    build.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=build, prefix="test-disk-") as folder:
-        image, point = Path(folder, "image"), Path(folder, "mounted")
-        point.mkdir()
-        if kind == "ramfs":
-            command = ["mount", "-t", "ramfs", "none", point]
-        else:
-            with image.open("wb") as file:
-                file.truncate(size_bytes)
-            quiet([f"mkfs.{kind}", "-q", "-F", "-m", "0", image], f"no mkfs.{kind} here")
-            command = ["mount", "-o", "loop", image, point]
-        quiet(command, f"{kind} can't be mounted here")
-        try:
-            yield point
-        finally:
-            subprocess.run(["umount", point], check=True, capture_output=True)
-
-
-def quiet(command: list[Any], why: str) -> None:
-    """Runs a command; skips the test where it fails."""
-    try:
-        subprocess.run(command, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"{why}: {error}")
 
 
 # ---- other processes -----------------------------------------------------------------------------

@@ -1,13 +1,8 @@
 """A process that uses a store is killed, again and again, at random moments.
 
-The child says what it did before each call and after it, and this process keeps the account:
-  - what it said after flush() returned is there with equal bytes, or was evicted: eviction takes
-    the oldest first, so that what it took lies before all that is there, and only so much as the
-    capacity asks for;
-  - what it said after delete() or rotate() returned is gone for good; so is what was superseded;
-  - between the two words either state will do, of each block as a whole.
-Then the store takes no more of the disk than its capacity, and it opens about as fast as a store
-that was closed.
+The child says what it did before each call and after it; this process keeps the account (lives.py)
+and opens the store after each kill. Then the store takes no more of the disk than its capacity, and
+it opens about as fast as a store that was closed.
 """
 
 from __future__ import annotations
@@ -23,22 +18,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-import numpy as np
 import pytest
-from sigkill_child import IDENTITIES, SHAPE, Nursery, Task, block, key_of
-from store_support import BACKENDS, GQA, MIB, Store, check_rest, du_bytes, open_store
-
-from flashkv import BlockStatus
+from lives import BLOCKS_A_SEGMENT, Known
+from sigkill_child import Nursery
+from store_support import BACKENDS, GQA, MIB, Store, du_bytes, open_store
 
 CAPACITY = 32 * MIB
 SEGMENTS = 7
 """Of 4 MiB: what fits the capacity beside the metadata."""
-BLOCKS_A_SEGMENT = 200
-"""At least: each coded as itself, with a header page."""
 KEPT_BLOCKS = (SEGMENTS - 3) * BLOCKS_A_SEGMENT
-"""Blocks that were put later than an evicted one: all segments are full then but the one that went,
-one that is about to go and the one being filled."""
-KEYS_MAX = 20_000
+"""All segments are full when one is evicted but that one, one that is about to go, and the one that
+is being filled."""
 OPENING_SLACK_S = 0.005
 """Two medians of some 10 ms each on a machine that does other things too."""
 
@@ -62,108 +52,10 @@ class Opening:
         return killed <= 2 * clean + tail / 1e9 + OPENING_SLACK_S, said
 
 
-@dataclass
-class Known:
-    """What the children said: which versions of each key may be there. None: it may be absent."""
-
-    allowed: dict[int, set[int | None]] = field(default_factory=dict)
-    latest: dict[int, int] = field(default_factory=dict)
-    place: dict[tuple[int, int], int] = field(default_factory=dict)
-    """(key, version) -> how many blocks were put before."""
-    blocks_put: int = 0
-    next_key: int = 0
-    version: int = 0
-    deeds: Counter[str] = field(default_factory=Counter)
-    evicted: int = 0
-
-    def listen(self, lines: list[bytes]) -> None:
-        for line in lines:
-            verb, *words = line.decode().split()
-            numbers = list(map(int, words))
-            self.deeds[verb] += 1
-            if verb == "putting":
-                self._putting(*numbers)
-            elif verb == "flushed":
-                for key in numbers:
-                    self.allowed[key] = {self.latest[key]}
-            elif verb in ("deleting", "deleted", "rotating", "rotated"):
-                if verb.startswith("rotat"):
-                    numbers = [key for key in self.allowed if key % 2 == numbers[0]]
-                for key in numbers:
-                    if verb.endswith("ing"):
-                        self.allowed[key].add(None)
-                    else:
-                        self.allowed[key] = {None}
-
-    def _putting(self, version: int, *keys: int) -> None:
-        self.version = version
-        for key in keys:
-            self.allowed.setdefault(key, {None}).add(version)
-            self.latest[key] = version
-            self.place[key, version] = self.blocks_put
-            self.blocks_put += 1
-            self.next_key = max(self.next_key, key + 1)
-
-    def stored(self) -> list[int]:
-        return sorted(key for key, versions in self.allowed.items() if versions != {None})
-
-    def check(self, store: Store) -> None:
-        """What the next process finds; that was made durable by opening."""
-        found = {**self._read(store, 0), **self._read(store, 1)}
-        present = [self.place[key, version] for key, version in found.items()]
-        evicted = []
-        for key, allowed in self.allowed.items():
-            version = found.get(key)
-            if version is None and None not in allowed:
-                flushed = min(v for v in allowed if v is not None)  # later ones may never have been
-                evicted.append(self.place[key, flushed])
-            self.allowed[key] = {version}
-            if version is not None:
-                self.latest[key] = version
-        self._forget()
-        if evicted:
-            self.evicted += len(evicted)
-            newest = max(evicted)
-            assert newest < min(present, default=0), "a flushed block is lost, older ones are not"
-            assert self.blocks_put - newest > KEPT_BLOCKS, "flushed blocks are lost: not the oldest"
-        stats = check_rest(store)
-        assert stats.blocks == len(found)
-        assert stats.damaged_blocks == 0
-        assert not stats.recovery["manifest_rebuilt"]
-        for name in ("damaged_log_entries", "damaged_headers", "damaged_directories"):
-            assert stats.recovery[name] == 0, name
-
-    def _forget(self) -> None:
-        """Keys that are long gone; that they stay away shows in the number of blocks."""
-        if len(self.allowed) > KEYS_MAX:
-            gone = [key for key, versions in self.allowed.items() if versions == {None}]
-            for key in sorted(gone)[: KEYS_MAX // 2]:
-                del self.allowed[key]
-            self.place = {at: n for at, n in self.place.items() if at[0] in self.allowed}
-
-    def _read(self, store: Store, parity: int) -> dict[int, int]:
-        """The version that each key of a namespace has; asserts that it is an allowed one."""
-        keys = [key for key in sorted(self.allowed) if key % 2 == parity]
-        ns = store.namespace(IDENTITIES[parity])
-        keys = [keys[row] for row in np.flatnonzero(ns.contains([key_of(key) for key in keys]))]
-        out = np.zeros((len(keys), *SHAPE), np.uint16)
-        result = ns.get([key_of(key) for key in keys], out)
-        assert (result.statuses == BlockStatus.OK).all(), result
-        found = {}
-        for row, key in enumerate(keys):
-            versions = [v for v in self.allowed[key] if v is not None]
-            equal = [v for v in versions if np.array_equal(out[row], block(key, v))]
-            assert equal, f"block {key} holds none of {self.allowed[key]}"
-            found[key] = equal[0]
-        return found
-
-
 @pytest.fixture
 def nursery() -> Iterator[Nursery]:
     path = os.pathsep.join(folder for folder in sys.path if folder)
-    nursery = Nursery(
-        [sys.executable], {**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}
-    )
+    nursery = Nursery({**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"})
     yield nursery
     nursery.close()
 
@@ -172,19 +64,10 @@ def kill_once(
     nursery: Nursery, path: Path, backend: str, known: Known, random_: random.Random
 ) -> str:
     """One child, killed at a random moment; returns the last thing that it said."""
-    pid, fd = nursery.start(
-        Task(
-            str(path),
-            backend,
-            random_.randrange(1 << 30),
-            known.next_key,
-            known.version,
-            known.stored(),
-        )
-    )
+    pid, fd = nursery.start(known.task(path, backend, random_.randrange(1 << 30)))
     with os.fdopen(fd, "rb") as pipe:
+        lines = []
         try:
-            lines = []
             # Now and then in the middle of opening; else so many words later, whatever time they
             # take on a busy machine.
             if random_.random() < 0.2:
@@ -194,13 +77,16 @@ def kill_once(
                 lines += [pipe.readline() for _ in range(words)]
                 time.sleep(random_.uniform(0, 0.01))
         finally:
-            nursery.kill(pid)
+            os.kill(pid, signal.SIGKILL)
             lines += pipe.readlines()
             code = nursery.bury(pid)
     assert code == -signal.SIGKILL, "the child ended by itself: see its traceback above"
-    whole = [line for line in lines if line.endswith(b"\n")]
-    known.listen(whole)
-    return whole[-1].decode().split()[0] if whole else "nothing"
+    last = "nothing"
+    for line in lines:
+        if line.endswith(b"\n"):
+            last, *words = line.decode().split()
+            known.hear(last, [int(word) for word in words])
+    return last
 
 
 def timed_open(path: Path, backend: str) -> tuple[Store, float]:
@@ -219,7 +105,7 @@ def loop(
 ) -> None:
     print(f"seed {seed}")
     random_ = random.Random(seed)
-    known, opening = Known(), Opening()
+    known, opening = Known(KEPT_BLOCKS), Opening()
     last_words: Counter[str] = Counter()
     open_store(path, GQA, capacity=CAPACITY, backend=backend).close()
     for _ in range(kills):
@@ -235,7 +121,7 @@ def loop(
         opening.clean_s.append(clean_s)
         opening.tail_bytes.append(tail)
     swift, said = opening.verdict()
-    say(f"{backend}, {kills} kills: {said}")
+    say(f"{kills} kills: {said}")
     print(f"last words {dict(last_words)}")
     print(f"deeds {dict(known.deeds)}; {known.blocks_put} blocks put, {known.evicted} evicted")
     assert swift, said

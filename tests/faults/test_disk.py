@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 from io_support import SECCOMP, run_child
+from small_disks import small_disk
 from store_support import (
     BACKENDS,
     IDENTITY,
@@ -36,56 +33,6 @@ LARGE: Kind = KINDS[4]
 KEYS = [b"key-%d" % number for number in range(20)]
 
 
-@contextmanager
-def mounted(folder: Path, *, kind: str, size_bytes: int) -> Iterator[Path]:
-    """A small file system of its own: ext4 in a file, or tmpfs. Skips where that isn't allowed."""
-    place = folder / "mounted"
-    place.mkdir()
-    image = folder / "image"
-    if os.getuid() != 0:
-        pytest.skip("mounting needs root")
-    if kind == "tmpfs":
-        command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(place)]
-    else:
-        if shutil.which("mkfs.ext4") is None:
-            pytest.skip("there is no mkfs.ext4")
-        with image.open("wb") as file:
-            file.truncate(size_bytes)
-        subprocess.run(["mkfs.ext4", "-q", "-m", "0", str(image)], check=True)
-        command = ["mount", "-o", "loop", str(image), str(place)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        pytest.skip(f"mounting is not allowed here: {done.stderr.strip()}")
-    try:
-        yield place
-    finally:
-        for _ in range(50):  # rings that were just closed hold the mount a moment longer
-            if (
-                subprocess.run(["umount", str(place)], capture_output=True, check=False).returncode
-                == 0
-            ):
-                break
-            threading.Event().wait(0.1)
-        else:
-            subprocess.run(["umount", "-l", str(place)], check=False)
-
-
-def free(path: Path) -> int:
-    status = os.statvfs(path)
-    return status.f_bavail * status.f_frsize
-
-
-def fill_up(place: Path) -> None:
-    """Takes every byte of the file system, in a file named filler."""
-    with (place / "filler").open("wb", buffering=0) as filler, suppress(OSError):
-        while True:
-            os.posix_fallocate(filler.fileno(), filler.tell(), 1 << 16)
-            filler.seek(1 << 16, os.SEEK_CUR)
-    with (place / "filler").open("ab", buffering=0) as filler, suppress(OSError):
-        while True:
-            filler.write(bytes(4096))
-
-
 def put_some(ns: Namespace, kind: Kind, first: int, count: int) -> dict[str, int]:
     """Puts blocks one batch at a time; how many ended how."""
     counts: dict[str, int] = {}
@@ -101,12 +48,12 @@ def put_some(ns: Namespace, kind: Kind, first: int, count: int) -> dict[str, int
 
 @pytest.mark.parametrize("kind", ["ext4", "tmpfs"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_disk_smaller_than_the_capacity(disk_path: Path, kind: str, backend: str) -> None:
+def test_disk_smaller_than_the_capacity(kind: str, backend: str) -> None:
     """The floor holds; the store works within what there is, by eviction."""
-    with mounted(disk_path, kind=kind, size_bytes=48 * MIB) as place:
+    with small_disk(kind, 48 * MIB) as disk:
         floor = 8 * MIB
         with open_store(
-            place / "s",
+            disk.place / "s",
             LARGE.geometry,
             capacity=512 * MIB,
             free_floor_bytes=floor,
@@ -115,7 +62,7 @@ def test_disk_smaller_than_the_capacity(disk_path: Path, kind: str, backend: str
             ns = store.namespace(IDENTITY)
             assert put_some(ns, LARGE, 0, 320) == {"OK": 320}
             stats = check_rest(store)
-            assert free(place) >= floor - 64 * 1024
+            assert disk.free_bytes() >= floor - 64 * 1024
             assert stats.evicted_segments > 3
             assert stats.floor_refusals or stats.evicted_blocks
             store.flush()
@@ -123,21 +70,22 @@ def test_disk_smaller_than_the_capacity(disk_path: Path, kind: str, backend: str
             assert len(there) > 40
             assert present(ns, LARGE, there).all()
             crash(store)
-        with open_store(place / "s", None, capacity=None, free_floor_bytes=floor) as store:
+        with open_store(disk.place / "s", None, capacity=None, free_floor_bytes=floor) as store:
             assert present(store.namespace(IDENTITY), LARGE, there).all()
             check_rest(store)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_others_fill_the_disk(disk_path: Path, backend: str) -> None:
+def test_others_fill_the_disk(backend: str) -> None:
     """Not a byte free: puts evict or end in NO_SPACE, reads go on, and later all is as before."""
-    with mounted(disk_path, kind="ext4", size_bytes=64 * MIB) as place:
-        with open_store(place / "s", LARGE.geometry, capacity=40 * MIB, backend=backend) as store:
+    with small_disk("ext4", 64 * MIB) as disk:
+        path = disk.place / "s"
+        with open_store(path, LARGE.geometry, capacity=40 * MIB, backend=backend) as store:
             ns = store.namespace(IDENTITY)
             assert put_some(ns, LARGE, 0, 60) == {"OK": 60}
             store.flush()
-            fill_up(place)
-            assert free(place) < 64 * 1024
+            disk.fill()
+            assert disk.free_bytes() < 64 * 1024
             keys = [b"some-%d" % number for number in range(60)]
             assert present(ns, LARGE, keys).all()
             counts = put_some(ns, LARGE, 100, 200)
@@ -146,25 +94,25 @@ def test_others_fill_the_disk(disk_path: Path, backend: str) -> None:
                 store.flush()
             there = [key for key in keys if ns.contains_one(key)]
             assert present(ns, LARGE, there).all()
-            (place / "filler").unlink()
+            disk.empty()
             counts = put_some(ns, LARGE, 400, 80)
             assert counts.get("OK", 0) >= 76, counts
             store.flush()
             check_rest(store)
             keys = [b"some-%d" % number for number in range(460, 480)]
             assert present(ns, LARGE, keys).all()
-        with open_store(place / "s", None, capacity=None, backend=backend) as store:
+        with open_store(path, None, capacity=None, backend=backend) as store:
             assert present(store.namespace(IDENTITY), LARGE, keys).all()
 
 
-def test_deletes_on_a_full_disk(disk_path: Path) -> None:
+def test_deletes_on_a_full_disk() -> None:
     """A delete that can't be logged says so; one that succeeded holds after a crash."""
-    with mounted(disk_path, kind="tmpfs", size_bytes=24 * MIB) as place:
-        store = open_store(place / "s", LARGE.geometry, capacity=17 * MIB)
+    with small_disk("tmpfs", 24 * MIB) as disk:
+        store = open_store(disk.place / "s", LARGE.geometry, capacity=17 * MIB)
         ns = store.namespace(IDENTITY)
         put_all(ns, LARGE, KEYS)
         store.flush()
-        fill_up(place)
+        disk.fill()
         gone = []
         for key in KEYS:
             try:
@@ -172,22 +120,22 @@ def test_deletes_on_a_full_disk(disk_path: Path) -> None:
                 gone.append(key)
             except StoreError:  # noqa: PERF203
                 assert not ns.contains_one(key)
-        (place / "filler").unlink()
+        disk.empty()
         for key in KEYS[:10]:
             ns.delete([key])
             gone.append(key)
         crash(store)
-        with open_store(place / "s", None, capacity=None) as store:
+        with open_store(disk.place / "s", None, capacity=None) as store:
             assert not store.namespace(IDENTITY).contains(gone).any()
 
 
-def test_no_room_for_a_store(disk_path: Path) -> None:
-    with mounted(disk_path, kind="tmpfs", size_bytes=1 * MIB) as place:
-        (place / "filler").write_bytes(bytes(free(place)))
+def test_no_room_for_a_store() -> None:
+    with small_disk("tmpfs", 1 * MIB) as disk:
+        disk.filler.write_bytes(bytes(disk.free_bytes()))
         with pytest.raises(StoreError):
-            open_store(place / "s", LARGE.geometry)
-        (place / "filler").unlink()
-        with open_store(place / "s", LARGE.geometry) as store:
+            open_store(disk.place / "s", LARGE.geometry)
+        disk.empty()
+        with open_store(disk.place / "s", LARGE.geometry) as store:
             counts = put_some(store.namespace(IDENTITY), LARGE, 0, 8)
             assert counts == {"NO_SPACE": 8}
             check_rest(store)
@@ -312,16 +260,16 @@ def test_segment_cut_under_the_store(store_path: Path, backend: str, codec: str)
         assert present(ns, KIND, KEYS).all()
 
 
-def test_loop_device_that_loses_its_end(disk_path: Path) -> None:
+def test_loop_device_that_loses_its_end() -> None:
     """EIO from below the file system: IO_ERROR or MISS for what is hit, no exception, no hang."""
-    with mounted(disk_path, kind="ext4", size_bytes=64 * MIB) as place:  # noqa: SIM117
-        with open_store(place / "s", LARGE.geometry, capacity=40 * MIB) as store:
+    with small_disk("ext4", 64 * MIB) as disk:  # noqa: SIM117
+        with open_store(disk.place / "s", LARGE.geometry, capacity=40 * MIB) as store:
             ns = store.namespace(IDENTITY)
             keys = [b"some-%d" % n for n in range(120)]
             assert put_some(ns, LARGE, 0, 120) == {"OK": 120}
             store.flush()
             os.sync()
-            os.truncate(disk_path / "image", 20 * MIB)
+            os.truncate(disk.image, 20 * MIB)
             seen: dict[str, int] = {}
             out = LARGE.empty(1)
             for key in keys:
@@ -332,7 +280,7 @@ def test_loop_device_that_loses_its_end(disk_path: Path) -> None:
             assert seen.get("OK", 0) < 120
             assert set(seen) <= {"OK", "MISS", "IO_ERROR"}, seen
             assert check_rest(store).failed_reads == seen.get("IO_ERROR", 0)
-            os.truncate(disk_path / "image", 64 * MIB)
+            os.truncate(disk.image, 64 * MIB)
             with suppress(StoreError):
                 store.close()
 
@@ -430,13 +378,13 @@ def test_without_direct_io(store_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_tmpfs(disk_path: Path, backend: str) -> None:
-    with mounted(disk_path, kind="tmpfs", size_bytes=64 * MIB) as place:
-        with open_store(place / "s", KIND.geometry, backend=backend) as store:
+def test_tmpfs(backend: str) -> None:
+    with small_disk("tmpfs", 64 * MIB) as disk:
+        with open_store(disk.place / "s", KIND.geometry, backend=backend) as store:
             put_all(store.namespace(IDENTITY), KIND, KEYS)
             store.flush()
             crash(store)
-        with open_store(place / "s", None, backend=backend) as store:
+        with open_store(disk.place / "s", None, backend=backend) as store:
             assert present(store.namespace(IDENTITY), KIND, KEYS).all()
             check_rest(store)
 

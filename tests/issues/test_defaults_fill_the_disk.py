@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from small_stores import GEOMETRY, MIB, payload, small_disk
+from small_disks import small_disk
+from small_stores import GEOMETRY, MIB, payload
 
 import flashkv
 from flashkv import BlockStatus, CapacityError, Identity, KVGeometry, Options
@@ -36,9 +37,9 @@ def offer(namespace: flashkv.Namespace, batches: int, first: int = 0) -> list[Bl
 
 
 def test_defaults_on_a_small_file_system() -> None:
-    with small_disk(160 * MIB) as disk:
-        before = free(disk)
-        with flashkv.open(disk / "kv", geometry=GEOMETRY, options=OPTIONS) as store:
+    with small_disk("ext4", 160 * MIB) as disk:
+        before = free(disk.place)
+        with flashkv.open(disk.place / "kv", geometry=GEOMETRY, options=OPTIONS) as store:
             capacity = store.stats().capacity_bytes
             assert capacity <= before // 2
             namespace = store.namespace(Identity(model="m"))
@@ -47,24 +48,25 @@ def test_defaults_on_a_small_file_system() -> None:
             stats = store.stats()
             assert stats.disk_bytes <= capacity
             assert stats.evicted_blocks > 0
-            assert free(disk) > before // 3
+            assert free(disk.place) > before // 3
 
 
 def test_the_floor_holds_when_others_fill_the_disk() -> None:
     floor = 12 * MIB
-    with small_disk(96 * MIB) as disk:
+    with small_disk("ext4", 96 * MIB) as disk:
+        path = disk.place / "kv"
         options = Options(
             free_floor_bytes=floor,
             segment_bytes=4 * MIB,
             staging_bytes=8 * MIB,
             read_buffer_bytes=8 * MIB,
         )
-        with flashkv.open(disk / "kv", capacity="80MiB", geometry=GEOMETRY, options=options) as kv:
+        with flashkv.open(path, capacity="80MiB", geometry=GEOMETRY, options=options) as kv:
             namespace = kv.namespace(Identity(model="m"))
             assert offer(namespace, 4) == [BlockStatus.OK]
-            (disk / "other").write_bytes(b"z" * (free(disk) - floor - 9 * MIB))
+            (disk.place / "other").write_bytes(b"z" * (free(disk.place) - floor - 9 * MIB))
             assert offer(namespace, 20, 4) == [BlockStatus.OK], "the oldest made room"
-            assert free(disk) >= floor
+            assert free(disk.place) >= floor
             assert kv.stats().evicted_blocks > 0
             kv.flush()
             last = [f"23/{i}".encode() for i in range(len(BLOCKS))]
@@ -75,12 +77,13 @@ def test_a_full_disk_is_no_space() -> None:
     """No room for even one segment: each put says NO_SPACE, and the store works again once there is
     room.
     """
-    with small_disk(64 * MIB) as disk:
+    with small_disk("ext4", 64 * MIB) as disk:
+        path = disk.place / "kv"
         options = Options(segment_bytes=4 * MIB, staging_bytes=8 * MIB, read_buffer_bytes=8 * MIB)
-        with flashkv.open(disk / "kv", capacity="40MiB", geometry=GEOMETRY, options=options) as kv:
+        with flashkv.open(path, capacity="40MiB", geometry=GEOMETRY, options=options) as kv:
             namespace = kv.namespace(Identity(model="m"))
-            filler = disk / "other"
-            filler.write_bytes(b"z" * (free(disk) - 2 * MIB))
+            filler = disk.place / "other"
+            filler.write_bytes(b"z" * (free(disk.place) - 2 * MIB))
             assert offer(namespace, 2) == [BlockStatus.NO_SPACE]
             assert not namespace.contains([b"0/0", b"1/255"]).any()
             filler.unlink()
@@ -90,10 +93,11 @@ def test_a_full_disk_is_no_space() -> None:
 
 def test_a_file_system_that_does_not_tell() -> None:
     """Where nobody knows how much is free, a capacity must be given."""
-    with small_disk(0, "ramfs") as disk:
+    with small_disk("ramfs") as disk:
+        path = disk.place / "kv"
         with pytest.raises(CapacityError, match="Give a capacity"):
-            flashkv.open(disk / "kv", geometry=GEOMETRY, options=OPTIONS)
-        with flashkv.open(disk / "kv", capacity="32MiB", geometry=GEOMETRY, options=OPTIONS) as kv:
+            flashkv.open(path, geometry=GEOMETRY, options=OPTIONS)
+        with flashkv.open(path, capacity="32MiB", geometry=GEOMETRY, options=OPTIONS) as kv:
             assert offer(kv.namespace(Identity(model="m")), 4) == [BlockStatus.OK]
 
 

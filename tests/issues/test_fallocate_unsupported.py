@@ -11,7 +11,8 @@ import os
 from pathlib import Path
 
 import pytest
-from small_stores import IDENTITY, MIB, assert_equal, make, names, payload, small_disk
+from small_disks import small_disk
+from small_stores import IDENTITY, MIB, assert_equal, make, names, payload
 
 from flashkv import BlockStatus
 from flashkv.filesystem import FileSystem
@@ -32,14 +33,14 @@ def works(folder: Path, refusals: int) -> None:
 
 def test_a_file_system_without_fallocate() -> None:
     """ext2 has none."""
-    with small_disk(80 * MIB, "ext2") as disk:
-        works(disk / "kv", 1)
+    with small_disk("ext2", 80 * MIB) as disk:
+        works(disk.place / "kv", 1)
 
 
 def test_a_file_system_in_memory() -> None:
     """ramfs has neither fallocate, nor direct I/O, nor a size."""
-    with small_disk(0, "ramfs") as disk:
-        works(disk / "kv", 1)
+    with small_disk("ramfs") as disk:
+        works(disk.place / "kv", 1)
 
 
 def test_where_it_works(folder: Path) -> None:

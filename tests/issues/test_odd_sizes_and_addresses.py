@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from small_stores import BACKENDS, MIB, make, names, small_disk
+from small_disks import small_disk
+from small_stores import BACKENDS, MIB, make, names
 
 from flashkv import Identity, KVGeometry, Pointers
 from flashkv.native import aligned_array
@@ -66,11 +67,11 @@ def test_odd_sizes(folder: Path, backend: str, direct_io: bool, size: int) -> No
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_file_system_that_refuses_direct_io(backend: str) -> None:
-    with small_disk(0, "ramfs") as disk:
-        with make(disk, backend=backend, geometry=KVGeometry.opaque(4097)) as store:
+    with small_disk("ramfs") as disk:
+        with make(disk.place, backend=backend, geometry=KVGeometry.opaque(4097)) as store:
             assert store.stats().direct_io is False
         for size in (28, 4097):
-            round_trip(disk / str(size), size, backend=backend)
+            round_trip(disk.place / str(size), size, backend=backend)
 
 
 @pytest.mark.parametrize("offset", [2, 8, 64, 512])
