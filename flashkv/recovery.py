@@ -9,16 +9,20 @@ Invariants
     lands later on what was taken for free;
   - damage costs what it hit: a bad directory is replaced by a scan, a bad record by none;
   - what the device can't read while a writer opens never comes back, be it healed later: else it
-    would come over what was deleted or stored meanwhile.
+    would come over what was deleted or stored meanwhile;
+  - no segment is filled on that may have a footer: one that comes back would rule over what was
+    stored behind it.
 """
 
 from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +48,7 @@ from flashkv.segments import (
 )
 
 SCAN_RECORD: Final = dtype_of("fkv_scan_record")
+_Found = TypeVar("_Found")
 _NAME: Final = re.compile(r"(\d{8})\.seg")
 _NOT_THE_DEVICE: Final = (-errno.ENOMEM, -errno.EAGAIN, -errno.EINTR)
 
@@ -102,7 +107,8 @@ class Recovery:
         self._files = files
         self._writable = writable
         self._digest_bytes = digest_bytes
-        self._unread: set[int] = set()  # segments of which the device couldn't read a part
+        self._headless: set[int] = set()  # segments whose header the device couldn't read
+        self._unsure: set[int] = set()  # ... or another part; or with a footer, and no directory
 
     def run(self) -> RecoveryReport:
         """Opens every segment file. Raises StoreError where one can't be opened at all."""
@@ -116,6 +122,8 @@ class Recovery:
                 if self._writable:
                     self._files.settle(segment.fd)
             except OSError as error:
+                if error.errno == errno.ENOENT and not self._writable:
+                    continue  # the writer beside this handle removed it since it was listed
                 advice = "raise the limit on open files (ulimit -n)" * (error.errno == errno.EMFILE)
                 raise StoreError(f"can't open {path}: {error}", advice=advice) from error
             header = self._header(segment)
@@ -123,7 +131,7 @@ class Recovery:
                 # Damaged, or of an earlier epoch, as a lost write leaves it.
                 header = self._header_by_log(segment) or header
             if header is None or not self._live(segment, header):
-                if header is None and number in self._unread:
+                if header is None and number in self._headless | self._unsure:
                     self._end(segment)
                 self._segments.publish(segment)
             elif self._load(segment):
@@ -136,11 +144,9 @@ class Recovery:
     # ---- one segment ----
 
     def _header(self, segment: Segment) -> SegmentHeader | None:
-        page = aligned_array(limits.PAGE_BYTES)
-        header = None
-        for _ in range(2):  # damage on the way to memory isn't there a second time
-            if header is None and self._read(segment, page, 0):
-                header = decode_header(page.tobytes())
+        header, readable = self._look(segment, 0, lambda page: decode_header(bytes(page)))
+        if not readable:
+            self._headless.add(segment.number)
         if header is None or header.segment != segment.number:
             return None
         if header.store_uuid != self._segments.store_uuid:
@@ -148,14 +154,29 @@ class Recovery:
         segment.uuid = header.segment_uuid
         return header
 
-    def _read(self, segment: Segment, array: NDArray[Any], offset: int) -> bool:
-        """Whether the device can read it. Raises OutOfMemoryError, BusyError."""
-        result = self._io.read(segment.fd, array, offset)
-        if result in _NOT_THE_DEVICE:
-            check_native(result, f"segment {segment.number} can't be read")
-        if result != 0:
-            self._unread.add(segment.number)
-        return result == 0
+    def _look(
+        self,
+        segment: Segment,
+        offset: int,
+        decode: Callable[[memoryview], _Found | None],
+        length: int = limits.PAGE_BYTES,
+    ) -> tuple[_Found | None, bool]:
+        """(what is decoded from there, whether the device could read it).
+
+        Two looks: damage on the way to memory, or a passing error, isn't there a second time.
+        Raises OutOfMemoryError, BusyError.
+        """
+        data = aligned_array(length)
+        readable = False
+        for _ in range(2):
+            result = self._io.read(segment.fd, data, offset)
+            if result in _NOT_THE_DEVICE:
+                check_native(result, f"segment {segment.number} can't be read")
+            readable = result == 0
+            found = decode(data.data) if readable else None
+            if found is not None:
+                return found, True
+        return None, readable
 
     def _end(self, segment: Segment) -> None:
         """Of a segment that can't be read nothing counts any more."""
@@ -164,8 +185,8 @@ class Recovery:
             self._state.free(segment.number, epoch)
 
     def _settled(self, segment: Segment) -> bool:
-        """Whether it is not to be filled on: parts of it couldn't be read, the rest is to stay."""
-        if segment.number not in self._unread:
+        """Whether it is not to be filled on: it gets a directory of what was found, or ends."""
+        if segment.number not in self._unsure:
             return False
         if segment.record_count:
             self.report.incomplete.append(segment)
@@ -245,19 +266,23 @@ class Recovery:
         return not sealed
 
     def _sealed(self, segment: Segment, *, count: bool = True) -> Contents | None:
-        page = aligned_array(limits.PAGE_BYTES)
         size = self._segments.segment_bytes
-        if not self._read(segment, page, size - limits.PAGE_BYTES):
-            return None
-        footer = directory.decode_footer(page.tobytes(), segment.uuid, segment.epoch, size)
+        if self._files.length_bytes(segment.fd) < size:
+            return None  # it ends before its last page: no footer is there, nor can one come back
+
+        def decode_footer(page: memoryview) -> directory.Footer | None:
+            return directory.decode_footer(bytes(page), segment.uuid, segment.epoch, size)
+
+        footer, readable = self._look(segment, size - limits.PAGE_BYTES, decode_footer)
         if footer is None:
+            if not readable:
+                self._unsure.add(segment.number)
             return None
         first, end = footer.span()
-        data = aligned_array(max(end - first, limits.PAGE_BYTES))
-        rows = None
-        if self._read(segment, data, first):
-            rows = directory.decode(footer, data.data, first)
+        decode = partial(directory.decode, footer, first_byte=first)
+        rows, _ = self._look(segment, first, decode, max(end - first, limits.PAGE_BYTES))
         if rows is None:
+            self._unsure.add(segment.number)
             self.report.damaged_directories += count
             return None
         self.report.sealed_segments += count
@@ -274,9 +299,7 @@ class Recovery:
             if again[1] + again[2] < damaged + unreadable:
                 contents, damaged, unreadable = again
         if unreadable:
-            self._unread.add(segment.number)
-        else:
-            self._unread.discard(segment.number)
+            self._unsure.add(segment.number)
         contents.blocks["digest"][:, self._digest_bytes :] = 0  # as the writer's, see Store
         if not count:
             return contents
