@@ -72,8 +72,6 @@ def name(value: object) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
-
-
 @pytest.fixture
 def store(store_path: Path) -> Iterator[Store]:
     """Holds KEYS; afterwards it must still hold them, nothing else, and work."""
