@@ -49,7 +49,7 @@ READ_TRIES: Final = 5
 """A writer may replace the manifest between two reads of a read-only open."""
 
 _registry_lock = threading.Lock()
-_open_shards: set[str] = set()
+_open_shards: dict[str, int] = {}  # name -> descriptor of its lock file
 
 
 class ShardLock:
@@ -74,18 +74,29 @@ class ShardLock:
                     f"{folder} is open for writing in another process",
                     advice="close it there, or open with read_only=True",
                 ) from None
-            _open_shards.add(self._name)
+            _open_shards[self._name] = self._fd
 
     def release(self) -> None:
         """Gives the lock back."""
         with _registry_lock:
-            _open_shards.discard(self._name)
+            _open_shards.pop(self._name, None)
             self._files.close(self._fd)
 
-    def forget(self) -> None:
-        """In a forked child: the lock stays the parent's."""
-        _open_shards.discard(self._name)
-        self._files.close(self._fd)
+
+def _after_fork() -> None:
+    """In a forked child the locks stay the parent's: a descriptor that is left would hold them."""
+    for fd in _open_shards.values():
+        os.close(fd)
+    _open_shards.clear()
+    _registry_lock.release()
+
+
+# No thread is half-way through taking a lock, or giving one back, while the process forks.
+os.register_at_fork(
+    before=_registry_lock.acquire,
+    after_in_parent=_registry_lock.release,
+    after_in_child=_after_fork,
+)
 
 
 @contextmanager

@@ -281,24 +281,27 @@ class SegmentWriter:
             self._kills.append((sequence, kill_rows(dropped)))
 
     def take_kills(self) -> NDArray[Any]:
-        """Queued kills whose cause is durable, or that have none."""
+        """Queued kills whose cause is durable, or that have none; older versions come first."""
+        durable = self.durable_sequence
         with self.flights.lock:
-            ready, self._ready = self._ready, []
-        ready += [rows for cause, rows in self._kills if cause <= self.durable_sequence]
-        self._kills = [
-            (cause, rows) for cause, rows in self._kills if cause > self.durable_sequence
-        ]
-        return np.concatenate(ready) if ready else np.zeros(0, KILL)
+            ready = [rows for cause, rows in self._kills if cause <= durable] + self._ready
+            kills = np.concatenate(ready) if ready else np.zeros(0, KILL)
+            self._kills = [(cause, rows) for cause, rows in self._kills if cause > durable]
+            self._ready = []
+        return kills
 
     def kill(self, dropped: NDArray[Any]) -> None:
         """Logs deleted blocks, durably, and with them their older versions. Raises StoreError.
 
         Those are logged only once what superseded them is durable, so that it is now made so.
         """
+        # Queued first: whatever cuts this call, the next flush logs them.
         if any(cause > self.durable_sequence for cause, _ in self._kills):
+            self.queue_kills(dropped, self._last_appended)
             self._make_durable()
-        with self.flights.lock:
-            self._ready.append(kill_rows(dropped))
+        else:
+            with self.flights.lock:
+                self._ready.append(kill_rows(dropped))
         self._log(ends=True)  # what was evicted may have been meant, and must not come back either
 
     def _log(self, *, ends: bool) -> None:
@@ -400,8 +403,14 @@ class SegmentWriter:
         """Writes the segment's directory; False where that fails. Raises OutOfMemoryError."""
         records, blocks = segment.rows()
         rows = directory.Directory(records, blocks, segment.namespaces, self.durable_sequence)
+        # A handle before may have kept no room for a filter.
+        counts = (len(records), len(blocks), len(segment.namespaces))
+        room = segment.end_page - segment.next_page
+        bloom = self._bloom and directory.pages_needed(*counts, bloom=True) <= room
+        if not bloom and directory.pages_needed(*counts, bloom=False) > room:
+            return False
         body, footer = directory.encode(
-            rows, segment.uuid, segment.epoch, segment.next_page, bloom=self._bloom
+            rows, segment.uuid, segment.epoch, segment.next_page, bloom=bloom
         )
         at = segment.next_page * limits.PAGE_BYTES
         segment.clear_rows()

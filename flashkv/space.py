@@ -331,21 +331,24 @@ class Space:
         candidates = self._segments.in_state(SegmentState.SEALED, SegmentState.CLOSED)
         usage = self._index.usage([segment.number for segment in candidates])
         order = np.lexsort((np.arange(len(candidates)), usage["live_blocks"] > 0))
-        for row in order.tolist():
-            if len(freed) == wanted:
-                break
-            segment = candidates[row]
-            drop = partial(self._index.drop_segment, segment.number)
-            blocks = self._unless_leased(segment.number, drop)
-            if blocks is None:
-                continue
-            self.evicted_blocks += blocks
-            dropped[segment.number] = segment.epoch
-            if self._wait_unpinned(segment, patient=not freed):
-                freed.append(segment.number)
-        if dropped:
-            self._manifest.segments_freed(dropped, kills())
-            self.evicted_segments += len(freed)
+        try:
+            for row in order.tolist():
+                if len(freed) == wanted:
+                    break
+                segment = candidates[row]
+                dropped[segment.number] = segment.epoch
+                drop = partial(self._index.drop_segment, segment.number)
+                blocks = self._unless_leased(segment.number, drop)
+                if blocks is None:
+                    del dropped[segment.number]
+                    continue
+                self.evicted_blocks += blocks
+                if self._wait_unpinned(segment, patient=not freed):
+                    freed.append(segment.number)
+        finally:  # an interrupt too: what left the index must not come back
+            if dropped:
+                self._manifest.segments_freed(dropped, kills())
+        self.evicted_segments += len(freed)
         for number in freed:
             self._segments[number].state = SegmentState.FREE
             lib.fkv_header_cache_drop(self._io.engine, number)

@@ -19,7 +19,7 @@ import sys
 import threading
 import warnings
 import weakref
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -441,13 +441,14 @@ class Store:
     def _stop(self) -> None:
         self._closed = True
         _handles.discard(self)
-        for name in ("leases", "writer", "io", "staging", "segments", "manifest"):
-            part = getattr(self, name, None)
-            if part is not None:
-                part.close()
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+        with ExitStack() as ending:  # whatever one raises, the others end; the lock goes last
+            if self._lock is not None:
+                ending.callback(self._lock.release)
+                self._lock = None
+            for name in ("manifest", "segments", "staging", "io", "writer", "leases"):
+                part = getattr(self, name, None)
+                if part is not None:
+                    ending.callback(part.close)
 
     def _after_fork(self) -> None:
         """In the child: threads, locks and buffers are the parent's."""
@@ -455,9 +456,7 @@ class Store:
         self.gate = Gate(self.check_open)
         for client in list(self._clients):
             client.after_fork()
-        if self._lock is not None:
-            self._lock.forget()
-            self._lock = None
+        self._lock = None
 
     def __del__(self) -> None:
         """A handle that nobody holds gives everything back; what was not flushed may be lost."""
