@@ -36,7 +36,7 @@ class Note:
     """What was done to files beside the device's own writes and syncs.
 
     what: create, unlink, rename; make, remove (a folder); size, truncate, write; sync, synced,
-    sync_failed; sync_folder, folder_synced.
+    sync_failed; sync_folder, folder_synced, folder_sync_failed.
     """
 
     what: str
@@ -47,7 +47,7 @@ class Note:
     offset: int = 0
     length: int = 0
     data: bytes = b""
-    begun: int = 0  # of synced and folder_synced: position of what began it
+    begun: int = 0  # of a sync's end: position of what began it
 
 
 @dataclass
@@ -303,7 +303,11 @@ class SimFiles(FileSystem):
     def sync_folder(self, folder: Path) -> None:
         name = "" if folder == self.root else str(folder.relative_to(self.root))
         begun = self._note("sync_folder", folder=name)
-        self._check("sync_folder")
+        try:
+            self._check("sync_folder")
+        except OSError:
+            self._note("folder_sync_failed", folder=name, begun=begun)
+            raise
         self._note("folder_synced", folder=name, begun=begun)
 
     # ---- room ----

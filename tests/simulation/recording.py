@@ -119,8 +119,8 @@ class Replay:
             )
         elif note.what in ("synced", "sync_failed"):
             self._synced(note.inode, note.begun, note.what == "synced")
-        elif note.what == "folder_synced":
-            self._folder_synced(note.folder, note.begun)
+        elif note.what in ("folder_synced", "folder_sync_failed"):
+            self._folder_synced(note.folder, note.begun, note.what == "folder_synced")
         elif note.what not in ("sync", "sync_folder"):
             self.entries.setdefault(note.folder, []).append(Pending(here, here, note=note))
             if note.what == "create":
@@ -141,12 +141,17 @@ class Replay:
                 rest.append(change)
         inode.pending = rest
 
-    def _folder_synced(self, folder: str, begun: int) -> None:
+    def _folder_synced(self, folder: str, begun: int, well: bool) -> None:
         rest = []
         for change in self.entries.get(folder, []):
-            if change.position < begun:
+            if change.position > begun or change.doubtful:
+                rest.append(change)
+            elif well:
                 apply_name(self.folders, change.note)
+                # What failed with these names before, and may be on disk all the same, is undone.
+                rest = [part for older in rest for part in _left(older, change)]
             else:
+                change.doubtful = True
                 rest.append(change)
         self.entries[folder] = rest
 
@@ -230,6 +235,22 @@ def _uncovered(older: Pending, newer: Pending) -> list[Pending]:
     ]
 
 
+def _left(older: Pending, newer: Pending) -> list[Pending]:
+    """What is left of a doubtful change of names after one that is durable."""
+    note, after = older.note, newer.note
+    assert note is not None
+    assert after is not None
+    covered = {name for name in (after.name, after.to) if name}
+    names = [name for name in (note.name, note.to) if name]
+    left = [name for name in names if name not in covered]
+    if not older.doubtful or left == names:
+        return [older]
+    if not left:
+        return []
+    what = "create" if left == [note.to] else "unlink"  # half of a renaming
+    return [replace(older, note=replace(note, what=what, name=left[0], to=""))]
+
+
 def apply_name(folders: dict[str, dict[str, int]], note: Note | None) -> None:
     """Does to the folders what a note says; what a change that was lost left out stays out."""
     assert note is not None
@@ -273,8 +294,9 @@ def fates(pending: list[Pending], rng: random.Random, more: int = 0) -> Iterator
     for change in pending:
         if len(pending) > 1:
             yield {change: KEPT}
-        if change.data:
+        if change.sectors > 1:
             yield {**everything, change: _torn(change, rng)}
+        if change.data:
             yield {**everything, change: LENGTH_ONLY}
     for _ in range(more):
         yield at_random(pending, rng)
@@ -300,20 +322,16 @@ def at_random(pending: list[Pending], rng: random.Random) -> Fate:
         if draw < keeps:
             chosen[change] = KEPT
         elif change.data and rng.random() < 0.6:
-            chosen[change] = LENGTH_ONLY if rng.random() < 0.1 else _torn(change, rng)
+            tears = change.sectors > 1 and rng.random() > 0.1
+            chosen[change] = _torn(change, rng) if tears else LENGTH_ONLY
     return chosen
 
 
 def _torn(change: Pending, rng: random.Random) -> int:
-    """Some sectors: the first ones, the last ones, or any."""
-    count = change.sectors
-    cut = rng.randint(1, max(1, count - 1))
-    way = rng.randrange(3)
-    if way == 0:
-        return (1 << cut) - 1
-    if way == 1:
-        return ((1 << count) - 1) & ~((1 << cut) - 1)
-    return rng.getrandbits(count)
+    """Some of its sectors, of which it has more than one: the first, the last, or any."""
+    every = (1 << change.sectors) - 1
+    first = (1 << rng.randint(1, change.sectors - 1)) - 1
+    return rng.choice((first, every & ~first, rng.randrange(1, every)))
 
 
 def write_tree(tree: Tree, root: Path) -> None:
