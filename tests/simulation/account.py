@@ -68,21 +68,27 @@ class Account:
         }
         self.mark(position)
 
-    def evicted(self, shown: Iterable[bytes], begun: int, position: int) -> None:
-        """A call that began at `begun` evicted: of what was shown only `shown` is there.
+    def evicted(
+        self, shown: Iterable[bytes], lain: Iterable[tuple[bytes, int]], begun: int, position: int
+    ) -> None:
+        """A call that began at `begun` evicted segments in which these keys lay before it, and
+        these versions of keys in all.
 
-        From its beginning on anything may be gone; afterwards what it took stays away.
+        From its beginning on those keys may be gone. Afterwards none of the versions comes back,
+        and what came over one before the call is durable.
         """
-        self.may_miss(None, begun)
-        kept = set(shown)
-        for key in list(self.live):
-            if key not in kept:
+        shown = set(shown)
+        self.may_miss(shown, begun)
+        gone: dict[bytes, set[int]] = {}
+        for key, version in lain:
+            gone.setdefault(key, set()).add(version)
+        for key in gone.keys() | shown:
+            if self.live.get(key) in gone.get(key, ()):
                 del self.live[key]
-        for key, versions in self.allowed.items():
-            if key not in self.live:
                 self.allowed[key] = frozenset((ABSENT,))
-            elif len(versions) > 1:
-                self.allowed[key] = versions | {ABSENT}
+            else:
+                absent = {ABSENT} if key in shown else set()
+                self.allowed[key] = (self.of(key) - gone[key]) | absent
         self.mark(position)
 
     def may_miss(self, keys: Iterable[bytes] | None, begun: int) -> None:

@@ -123,21 +123,28 @@ def _look_at(
     try:
         with fresh(folder) as root:
             write_tree(tree, root)
-            if rng.random() < FSCK_SHARE and "store/shards/0/segments" in tree:
-                tally.checked += 1
-                _mend(root, tree)
             if rng.random() < nested:
                 _look_inside(root, workload, replay.position, folder, rng, tally)
             else:
-                found = check_image(
-                    root / "store", workload.versions, again=tally.different % 16 == 0
-                )
-                wrong = workload.account.verdict(found, replay.position)
-                if wrong:
-                    raise ImageError(wrong)
+                again = tally.different % 16 == 0
+                _hold(root, workload, replay.position, again=again)
+        if rng.random() < FSCK_SHARE and "store/shards/0/segments" in tree:
+            tally.checked += 1
+            with fresh(folder) as root:
+                write_tree(tree, root)
+                _mend(root, tree)
+                _hold(root, workload, replay.position)
     except Exception as error:
         where = f"before event {replay.position} of {len(replay.events)}"
         raise ImageError(f"{where}, with {describe(fate, replay.pending())}: {error}") from error
+
+
+def _hold(root: Path, workload: Workload, position: int, *, again: bool = False) -> None:
+    """Opens an image, and holds what it shows to the account. Raises ImageError."""
+    found = check_image(root / "store", workload.versions, again=again)
+    wrong = workload.account.verdict(found, position)
+    if wrong:
+        raise ImageError(wrong)
 
 
 def _look_inside(

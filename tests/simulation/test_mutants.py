@@ -17,17 +17,29 @@ from simulation.images import ImageError, Tally
 from simulation.test_crash_images import random_steps, run
 from simulation.workload import Step
 
+from flashkv import recovery
 from flashkv.blockio import BlockIO
 from flashkv.manifest import Manifest
 from flashkv.manifest_log import KILL
 from flashkv.segment_writer import SegmentWriter
+from flashkv.segments import Segments, SegmentState
+from flashkv.space import Space
 
 RUNS_MAX = 20
 STEPS = [
-    Step(name, 6)
-    for name in "put flush overwrite flush delete put flush reclaim put reopen".split()
+    [Step("put", 12), Step("put", 15), Step("flush", 0)]
+    + [Step("overwrite", 12)] * 7  # into a second segment
+    + [Step("delete", 15)],
+    [
+        Step(name, 6)
+        for name in "reclaim put flush overwrite reclaim delete flush reopen".split()
+    ],
+    [
+        Step(name, 6)
+        for name in "put flush overwrite flush delete put flush reclaim put reopen".split()
+    ],
 ]
-"""On one pair of keys: what a mutant leaves out is missed sooner or later."""
+"""On a few keys: what a mutant leaves out is missed sooner or later."""
 
 
 def nothing(*_: Any, **__: Any) -> None:
@@ -66,6 +78,48 @@ def _epochs_are_not_logged(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Manifest, "segments_freed", nothing)
 
 
+def _a_second_segment_is_freed(patch: pytest.MonkeyPatch) -> None:
+    """The newest one, and without a word."""
+    reclaim = Space.reclaim
+
+    def freed(self: Space, wanted: int, kills: Callable[[], Any]) -> int:
+        count = reclaim(self, wanted, kills)
+        rest = self._segments.in_state(SegmentState.SEALED, SegmentState.CLOSED)
+        for segment in rest[-1:] if count else []:
+            self._index.drop_segment(segment.number)
+            self._manifest.segments_freed({segment.number: segment.epoch}, kills())
+            segment.state = SegmentState.FREE
+        return count
+
+    patch.setattr(Space, "reclaim", freed)
+
+
+def _the_newest_are_evicted(patch: pytest.MonkeyPatch) -> None:
+    in_state = Segments.in_state
+    patch.setattr(Segments, "in_state", lambda self, *states: in_state(self, *states)[::-1])
+
+
+def _segments_are_sealed_without_a_sync(patch: pytest.MonkeyPatch) -> None:
+    seal = SegmentWriter.seal
+
+    def sealed(self: SegmentWriter) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(self, "_sync", lambda _: True)
+            seal(self)
+
+    patch.setattr(SegmentWriter, "seal", sealed)
+
+
+def _segments_are_freed_without_the_kills(patch: pytest.MonkeyPatch) -> None:
+    freed = Manifest.segments_freed
+    none = np.zeros(0, KILL)
+    patch.setattr(Manifest, "segments_freed", lambda self, epochs, _: freed(self, epochs, none))
+
+
+def _kills_match_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(recovery, "matching_kills", lambda *_: np.zeros(0, KILL))
+
+
 MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     _blocks_are_not_synced,
     _log_is_not_synced,
@@ -74,6 +128,11 @@ MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     _deletes_are_not_logged,
     _superseded_blocks_are_not_killed,
     _epochs_are_not_logged,
+    _a_second_segment_is_freed,
+    _the_newest_are_evicted,
+    _segments_are_sealed_without_a_sync,
+    _segments_are_freed_without_the_kills,
+    _kills_match_nothing,
 ]
 
 
@@ -83,7 +142,7 @@ def test_a_mutant_is_found(seed: int, mutant: Callable[[pytest.MonkeyPatch], Non
     rng = random.Random(seed)
     with pytest.MonkeyPatch.context() as patch:
         mutant(patch)
-        runs = [STEPS, *(random_steps(rng) for _ in range(RUNS_MAX))]
+        runs = [*STEPS, *(random_steps(rng) for _ in range(RUNS_MAX))]
         found = next((said for steps in runs if (said := fault_of(steps, rng))), "")
     print(f"found: {found}")
     assert found, f"{RUNS_MAX} runs took the mutant for whole"

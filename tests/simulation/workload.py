@@ -7,16 +7,18 @@ segments are evicted). Invariant: the same operations with the same seed make th
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import numpy as np
 from simulation.account import Account
 from simulation.device import Device
+from simulation.evictions import Layout, Place, evicted, layout_of
 from simulation.filesystem import InlineFiles, SimFiles
 
 from flashkv import BlockStatus, Identity, KVGeometry, Options, Store, limits
@@ -27,6 +29,7 @@ from flashkv.segments import SegmentState
 
 OPERATIONS: Final = ("put", "overwrite", "delete", "get", "flush", "reopen", "reclaim")
 SEGMENT_BYTES: Final = 64 << 10
+"""Smaller than any real store's; see options()."""
 SEGMENTS: Final = 4
 CAPACITY: Final = limits.MIB + SEGMENTS * SEGMENT_BYTES
 GEOMETRY: Final = KVGeometry.gqa(1, 2, 16, "bfloat16")
@@ -37,11 +40,11 @@ IDENTITY: Final = Identity(model="test/model", revision="1")
 KEYS: Final = tuple(b"key-%d" % number for number in range(6))
 FILLERS: Final = tuple(b"filler-%d" % number for number in range(64))
 ALL_KEYS: Final = (*KEYS, *FILLERS)
+NEW: Final = b"new"
+"""Put into a store that a crash left."""
 OTHER: Final = Identity(model="test/other", revision="1")
 OTHER_KEYS: Final = tuple(b"other-%d" % number for number in range(3))
 """Keys of another namespace."""
-
-limits.SEGMENT_BYTES_MIN = SEGMENT_BYTES  # type: ignore[misc]  # smaller than any real store's
 
 
 def options(**changes: Any) -> Options:
@@ -57,7 +60,8 @@ def options(**changes: Any) -> Options:
         "workers": 1,
         "io_threads": 1,
     }
-    return Options(**{**given, **changes})
+    with mock.patch.object(limits, "SEGMENT_BYTES_MIN", SEGMENT_BYTES):
+        return Options(**{**given, **changes})
 
 
 @lru_cache(maxsize=4096)
@@ -114,6 +118,11 @@ def by_namespace(keys: Sequence[bytes]) -> list[list[bytes]]:
     return [part for part in split if part]
 
 
+def layout(store: Store, keys: Sequence[bytes]) -> Layout:
+    """Where these keys lie."""
+    return layout_of(store, [(namespace_of(store, part[0]), part) for part in by_namespace(keys)])
+
+
 @dataclass(frozen=True)
 class Step:
     """One operation and the number that its choices follow from."""
@@ -140,11 +149,10 @@ class Workload:
         self.account = Account()
         self.versions: dict[bytes, set[int]] = {key: set() for key in ALL_KEYS}
         self.version = 0
-        self._evicted = 0
+        self._lain: dict[tuple[bytes, int], Place] = {}  # versions of keys, those of old too
         self.store = self._open(CAPACITY, GEOMETRY)
 
     def _open(self, capacity: int | None = None, geometry: KVGeometry | None = None) -> Store:
-        self._evicted = 0
         return Store(
             self.path, capacity, geometry, self.options, read_only=False, files=self.files
         )
@@ -183,29 +191,37 @@ class Workload:
         """Stores a new version of each."""
         self.version += 1
         version = self.version
-        begun = self.position
         for key in keys:
             self.versions[key].add(version)
         before = dict(self.account.live)
         wanted = {key: version for key in keys if replace or key not in before}
-        self.account.may_become(dict(wanted), begun)
-        namespace = self.store.namespace(IDENTITY)
-        result = namespace.put(keys, blocks(keys, version), replace=replace)
-        for key, status in zip(keys, result, strict=True):
-            stored = BlockStatus.OK if key in wanted else BlockStatus.PRESENT
-            assert status == stored, f"{key!r}: {status.name}"
-        self.account.is_stored(wanted)
-        self._note_evictions(begun)
+        with self._call(wanted) as begun:
+            self.account.may_become(dict(wanted), begun)
+            namespace = self.store.namespace(IDENTITY)
+            result = namespace.put(keys, blocks(keys, version), replace=replace)
+            for key, status in zip(keys, result, strict=True):
+                stored = BlockStatus.OK if key in wanted else BlockStatus.PRESENT
+                assert status == stored, f"{key!r}: {status.name}"
+            self.account.is_stored(wanted)
 
-    def _note_evictions(self, begun: int) -> None:
-        evicted = self.store.space.evicted_blocks
-        if evicted == self._evicted:
-            return
-        self._evicted = evicted
-        keys = list(self.account.live)
-        there = self.store.namespace(IDENTITY).contains(keys)
-        shown = [key for key, is_there in zip(keys, there.tolist(), strict=True) if is_there]
-        self.account.evicted(shown, begun, self.position)
+    @contextmanager
+    def _call(self, put: dict[bytes, int] | None = None) -> Iterator[int]:
+        """Around a call that puts these versions: takes notice of what it evicted, and of nothing
+        else that vanished. Gives the position where it begins.
+        """
+        put = put or {}
+        begun, before = self.position, layout(self.store, ALL_KEYS)
+        self.account.mark(begun)
+        yield begun
+        after = layout(self.store, ALL_KEYS)
+        victims = evicted(before, after, put)
+        self._lain.update({(key, version): after.places[key] for key, version in put.items()})
+        if victims:
+            shown = [key for key, place in before.places.items() if place in victims]
+            lain = [version for version, place in self._lain.items() if place in victims]
+            self.account.evicted(shown, lain, begun, self.position)
+        there = self.account.live.keys()
+        assert after.places.keys() == there, f"{after.places.keys() ^ there} there or not"
 
     def _delete(self, keys: list[bytes]) -> None:
         self.account.may_become(dict.fromkeys(keys), self.position)
@@ -217,7 +233,8 @@ class Workload:
         assert found == {key: v for key, v in self.account.live.items() if key in keys}
 
     def _flush(self) -> None:
-        self.store.flush()
+        with self._call():
+            self.store.flush()
         self.account.is_durable(self.position)
 
     def _reopen(self) -> None:
@@ -265,24 +282,33 @@ def _check_image(
     path: Path, versions: dict[bytes, set[int]], files: InlineFiles | SimFiles, again: bool
 ) -> dict[bytes, int]:
     store = Store(path, CAPACITY, GEOMETRY, options(), read_only=False, files=files)
+    kept = {}
     try:
         found = read_versions(store, versions)
         check_space(store)
         if again:
-            new = b"new"
-            result = store.namespace(IDENTITY).put([new], blocks([new], 0))
-            assert result.all_ok, result
-            store.flush()
+            kept = {**_put_another(store, found), NEW: 0}
     finally:
         store.close()
     if again:
         with Store(path, None, None, options(), read_only=False, files=files) as store:
-            more = read_versions(store, {**versions, new: {0}})
-            assert more.pop(new, None) == 0, "a block that was flushed after the crash is gone"
-            assert all(found[key] == version for key, version in more.items())
-            assert more == found or store.space.evicted_blocks or len(more) < len(found)
+            more = read_versions(store, {**versions, NEW: {0}})
+            assert not store.space.evicted_segments, "opening evicted"
+            assert more == kept, f"it showed {kept}, and shows {more} when it is opened again"
             check_space(store)
     return found
+
+
+def _put_another(store: Store, found: dict[bytes, int]) -> dict[bytes, int]:
+    """Puts a new block, and flushes; which of what was found are still there."""
+    keys = [*found, NEW]
+    before = layout(store, keys)
+    assert before.places.keys() == found.keys()
+    result = store.namespace(IDENTITY).put([NEW], blocks([NEW], 0))
+    assert result.all_ok, result
+    store.flush()
+    victims = evicted(before, layout(store, keys), [NEW])
+    return {key: v for key, v in found.items() if before.places[key] not in victims}
 
 
 def check_space(store: Store) -> None:
