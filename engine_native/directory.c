@@ -65,6 +65,7 @@ int fkv_footer_check(const uint8_t *page, const uint8_t *segment_uuid, uint64_t 
         return FKV_DAMAGED;
     for (uint32_t i = 0; i < sizeof footer.reserved / sizeof footer.reserved[0]; i++)
         if (footer.reserved[i]) return FKV_DAMAGED;
+    if (footer.epoch >= FKV_COUNT_END || footer.last_sequence >= FKV_COUNT_END) return FKV_DAMAGED;
     if (footer.section_count < 1 || footer.section_count > FKV_SECTIONS_MAX) return FKV_DAMAGED;
     return sections_fit(&footer, segment_bytes) ? FKV_OK : FKV_DAMAGED;
 }
@@ -100,7 +101,7 @@ static bool record_fits(const fkv_directory_record *r, uint64_t from, uint64_t e
     if (!r->header_pages || r->header_pages > HEADER_PAGES_MAX || r->header_pages > r->pages)
         return false;
     if (!r->block_count || r->block_count > FKV_BLOCKS_PER_RECORD_MAX) return false;
-    return r->namespace_ordinal < namespaces && !r->reserved;
+    return r->sequence < FKV_COUNT_END && r->namespace_ordinal < namespaces && !r->reserved;
 }
 
 /* Whether the next block_count rows at `blocks` are blocks of this record. */

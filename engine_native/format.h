@@ -27,6 +27,9 @@
 #define FKV_BLOCK_TOKENS_MAX 1024
 #define FKV_BLOCKS_PER_RECORD_MAX 1024
 #define FKV_POSITION_UNKNOWN 0xFFFFFFFFFFFFFFFF
+/* Sequences, epochs and generations lie below this: a million a second take 146,000 years. What says
+ * otherwise is damaged; counting on from what doesn't stays within 64 bits. */
+#define FKV_COUNT_END 0x4000000000000000
 
 /* ---- superblock: one page, two files ---- */
 typedef struct {

@@ -1,8 +1,9 @@
 /* manifest.c: the good entries of a manifest's log.
  *
  * Invariants
- *  - an entry is good if its checksum is right, its ordinal is not before its turn and its payload
- *    has a length that its type can have; what it says is for the caller to judge;
+ *  - an entry is good if its checksum is right, its ordinal is not before its turn, its payload has a
+ *    length that its type can have, and no sequence, epoch or generation in it is beyond all that
+ *    are given; what else it says is for the caller to judge;
  *  - behind anything else the walk goes on 8 bytes further: damage hides only what it touches;
  *  - nothing outside the log is read, whatever it holds, and the time for a log of n bytes is that of
  *    a few passes over it and at most n / 8 joins of checksums.
@@ -14,9 +15,9 @@
  * zero bytes, is a product of polynomials.
  */
 #include "allocate.h"
-#include "allocate.h"
 #include "flashkv_native.h"
 #include <stdbool.h>
+#include <stddef.h>
 #include <string.h>
 
 #define ROUND8(n) (((n) + 7u) & ~(uint64_t)7u)
@@ -107,7 +108,45 @@ static bool length_fits(uint16_t type, uint32_t length)
     }
 }
 
-/* Whether a good entry that is not before `least` lies at `at`. */
+static uint64_t number_at(const uint8_t *payload, uint64_t offset)
+{
+    uint64_t number;
+    memcpy(&number, payload + offset, sizeof number);
+    return number;
+}
+
+/* Whether its sequences, epochs and generations can have been given. The length fits its type. */
+static bool numbers_fit(uint16_t type, const uint8_t *payload, uint64_t length)
+{
+    uint64_t most = 0, number;
+    switch (type) {
+    case FKV_MANIFEST_BEGIN:
+        most = number_at(payload, offsetof(fkv_manifest_begin, generation));
+        number = number_at(payload, offsetof(fkv_manifest_begin, next_sequence));
+        if (number > most) most = number;
+        break;
+    case FKV_MANIFEST_OPENED:
+    case FKV_MANIFEST_FREED:
+        most = number_at(payload, offsetof(fkv_manifest_segment, epoch));
+        break;
+    case FKV_MANIFEST_KILL:
+        for (uint64_t at = 0; at < length; at += sizeof(fkv_manifest_kill)) {
+            number = number_at(payload + at, offsetof(fkv_manifest_kill, epoch));
+            if (number > most) most = number;
+            number = number_at(payload + at, offsetof(fkv_manifest_kill, sequence));
+            if (number > most) most = number;
+        }
+        break;
+    case FKV_MANIFEST_RETIRED:
+        most = number_at(payload, offsetof(fkv_manifest_retired, last_sequence));
+        break;
+    default:
+        break;
+    }
+    return most < FKV_COUNT_END;
+}
+
+/* Whether an entry with a right checksum that is not before `least` lies at `at`. */
 static bool entry_at(walk *w, uint64_t at, uint64_t least, fkv_manifest_entry *entry)
 {
     memcpy(entry, w->log + at, sizeof *entry);
@@ -135,13 +174,16 @@ uint64_t fkv_manifest_walk(const uint8_t *log, uint64_t length, const uint8_t *s
             at += 8;
             continue;
         }
-        if (count < room)
+        /* One that was written so is passed over whole: it takes its time once. */
+        bool good = numbers_fit(entry.type, log + at + HEAD, entry.length_bytes);
+        damaged |= !good;
+        if (good && count < room)
             rows[count] = (fkv_manifest_row){.offset = at + HEAD,
                                              .length_bytes = entry.length_bytes,
                                              .ordinal = entry.ordinal,
                                              .type = entry.type,
                                              .behind_damage = damaged};
-        count++;
+        count += good;
         at += HEAD + ROUND8((uint64_t)entry.length_bytes);
         least = (uint64_t)entry.ordinal + 1;
     }

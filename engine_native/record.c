@@ -291,7 +291,7 @@ static bool fields_known(const fkv_record_header *f)
 {
     bool data = f->kind == FKV_KIND_DATA;
     uint32_t flags = data && f->codec == FKV_CODEC_RAW ? FKV_RECORD_INLINE | FKV_RECORD_ALIGNED : 0;
-    return !f->table_set && f->fidelity == FKV_FIDELITY_EXACT && !(f->flags & ~flags)
+    return f->sequence < FKV_COUNT_END && !f->table_set && f->fidelity == FKV_FIDELITY_EXACT && !(f->flags & ~flags)
            && f->codec_version == (data ? 1 : 0);
 }
 

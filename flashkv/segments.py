@@ -226,6 +226,8 @@ def decode_header(page: bytes) -> SegmentHeader | None:
         )
     if row.page_shift != lib.FKV_PAGE_SHIFT or any(row.reserved):
         return None
+    if max(row.epoch, row.first_sequence) >= lib.FKV_COUNT_END:
+        return None
     return SegmentHeader(
         store_uuid=bytes(row.store_uuid),
         segment_uuid=bytes(row.segment_uuid),
