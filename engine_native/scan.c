@@ -5,7 +5,11 @@
  *    FKV_SCAN_VERIFY_PAGES also only if every page of it is;
  *  - after anything that is no such record the scan goes on at the next page: damage in the middle
  *    hides nothing behind it;
- *  - what begins as a header and is none is counted as damaged, but for those of earlier epochs.
+ *  - what begins as a header and is none is counted as damaged, but for those of earlier epochs;
+ *  - the time is that of some passes over what is scanned, whatever lies there: pages that say that
+ *    headers of many pages begin there would each be read with all behind them, once an epoch. So
+ *    bytes that are checked in vain have a budget. Where it is spent, by far more than a torn or old
+ *    tail takes, headers of many pages are damaged unseen, and none is looked at as an old one.
  */
 #include "allocate.h"
 #include "io.h"
@@ -16,6 +20,8 @@
 
 #define WINDOW_PAGES 1024u /* 4 MiB a read at most */
 #define STALE_EPOCHS 256u  /* earlier epochs that are tried: nearly always it is the last one */
+#define IN_VAIN_PASSES 64u /* the budget: so many times the bytes that are scanned */
+#define ALWAYS_PAGES 16u   /* headers of so many pages are checked all the same */
 
 typedef struct {
     void *data;
@@ -33,6 +39,8 @@ struct fkv_scan {
     list records, blocks, namespaces;
     uint64_t damaged, unreadable;
     uint32_t last_page;
+    uint64_t in_vain;     /* bytes that may still be checked in vain */
+    uint64_t stale_epoch; /* of the last old header */
     bool out_of_memory;
     int32_t failed; /* a read for no fault of the device's */
 };
@@ -75,15 +83,29 @@ static const uint8_t *page_of(fkv_scan *scan, uint32_t page)
     return scan->window + (uint64_t)(page - scan->window_page) * FKV_PAGE_BYTES;
 }
 
+/* Whether there was as much left of the budget. */
+static bool spend(fkv_scan *scan, uint64_t bytes)
+{
+    bool enough = bytes <= scan->in_vain;
+    scan->in_vain -= enough ? bytes : scan->in_vain;
+    return enough;
+}
+
 /* Whether a header is right for an earlier epoch: what lies behind the tail of a segment whose space
  * was used again is no damage. */
-static bool stale(const fkv_scan *scan, const uint8_t *bytes, uint64_t length, uint32_t page)
+static bool stale(fkv_scan *scan, const uint8_t *bytes, uint64_t length, uint32_t page)
 {
     uint32_t stored;
     memcpy(&stored, bytes + 4, 4);
     uint64_t first = scan->epoch > STALE_EPOCHS ? scan->epoch - STALE_EPOCHS : 1;
-    for (uint64_t epoch = scan->epoch; epoch-- > first;)
-        if (fkv_header_crc(bytes, length, scan->segment_uuid, epoch, page) == stored) return true;
+    uint64_t last = scan->stale_epoch; /* a tail was written in one go */
+    if (last && fkv_header_crc(bytes, length, scan->segment_uuid, last, page) == stored)
+        return true;
+    for (uint64_t epoch = scan->epoch; epoch-- > first && spend(scan, length);)
+        if (fkv_header_crc(bytes, length, scan->segment_uuid, epoch, page) == stored) {
+            scan->stale_epoch = epoch;
+            return true;
+        }
     return false;
 }
 
@@ -97,7 +119,7 @@ static fkv_header *header_at(fkv_scan *scan, uint32_t page)
     }
     fkv_header *h = NULL;
     bool old = false;
-    if (pages <= scan->end_page - page) {
+    if (pages <= scan->end_page - page && (scan->in_vain || pages <= ALWAYS_PAGES)) {
         uint8_t *bytes = fkv_malloc((uint64_t)pages * FKV_PAGE_BYTES);
         if (!bytes) {
             scan->out_of_memory = true;
@@ -108,7 +130,8 @@ static fkv_header *header_at(fkv_scan *scan, uint32_t page)
         int status;
         h = fkv_header_parse(bytes, (uint64_t)pages * FKV_PAGE_BYTES, scan->segment_uuid,
                              scan->epoch, page, &status);
-        old = !h && stale(scan, bytes, (uint64_t)pages * FKV_PAGE_BYTES, page);
+        old = !h && spend(scan, (uint64_t)pages * FKV_PAGE_BYTES)
+              && stale(scan, bytes, (uint64_t)pages * FKV_PAGE_BYTES, page);
         fkv_free(bytes);
         if (status == FKV_NO_MEMORY) scan->out_of_memory = true;
     }
@@ -207,6 +230,7 @@ fkv_scan *fkv_scan_segment(fkv_engine *engine, int32_t fd, const uint8_t *segmen
                        .last_page = first_page};
     uint64_t pages = end_page > first_page ? end_page - first_page : 1;
     uint64_t window = (pages < WINDOW_PAGES ? pages : WINDOW_PAGES) * FKV_PAGE_BYTES;
+    scan->in_vain = pages * FKV_PAGE_BYTES * IN_VAIN_PASSES;
     scan->window = fkv_buffer_alloc(window);
     bool good = scan->window != NULL;
     for (uint64_t page = first_page; good && page < end_page;) {
