@@ -120,10 +120,11 @@ static bool header_fits(fkv_reading *reading, const fkv_header *h)
         uint32_t tokens = same ? h->blocks[w->ordinal].tokens : 0;
         if (same && !w->token_count && w->first_token < tokens)
             w->token_count = (uint16_t)(tokens - w->first_token);
-        if (!same || !w->token_count || (uint32_t)w->first_token + w->token_count > tokens)
+        if (!same)
             fkv_want_fail(reading, r->first_want + i, FKV_MISS);
-        else if (w->token_count > batch->view->order.block_tokens)
-            /* The memory was made for the tokens that the directory says the block has. */
+        else if (!w->token_count || (uint32_t)w->first_token + w->token_count > tokens
+                 || w->token_count > batch->view->order.block_tokens)
+            /* Tokens and memory are what the directory says the block has. */
             fkv_want_fail(reading, r->first_want + i, FKV_DAMAGED);
         else
             any = true;

@@ -304,7 +304,7 @@ class Namespace:
             places = store.index.lookup(digests, pin=True)
             if lengths is not None:
                 self._drop_places(places, places["tokens"] != lengths)
-            self._refuse(places, number, memory.block_tokens, first, count)
+            self._refuse(places, packed, digests, memory, number, first, count)
             request = ReadRequest(
                 geometry=self.geometry.native(number),
                 view=memory.view.pointer,
@@ -323,7 +323,16 @@ class Namespace:
         store.counters.note_get(statuses, tokens, memory.view.group.token_bytes)
         return BatchResult(statuses)
 
-    def _refuse(self, places: NDArray[Any], group: int, room: int, first: int, count: int) -> None:
+    def _refuse(
+        self,
+        places: NDArray[Any],
+        keys: Keys,
+        digests: NDArray[np.uint8],
+        memory: BlockMemory,
+        group: int,
+        first: int,
+        count: int,
+    ) -> None:
         """Places that can't be read into this memory become absent, or are an error of the
         caller's.
         """
@@ -331,17 +340,42 @@ class Namespace:
         tokens = places["tokens"].astype(np.int64)
         wanted = np.full(len(places), count) if count else tokens - first
         other = found & ((places["group"] != group) | (wanted < 1) | (first + wanted > tokens))
+        room = memory.block_tokens
         small = found & ~other & (wanted > room)
-        if small.any():
+        for row in np.flatnonzero(small).tolist():
+            if not self._has_last_token(row, keys, digests, memory, group):
+                continue
             self._store.index.unpin(np.ascontiguousarray(places["segment"]))
-            row = int(np.flatnonzero(small)[0])
             raise MemoryViewError(
                 f"block {row} of the batch doesn't fit the destination",
                 value=f"{int(wanted[row])} tokens",
                 limit=f"{room} tokens a block",
                 advice="give memory for the block's tokens, or a token_range",
             )
-        self._drop_places(places, other)
+        self._drop_places(places, other | small)
+
+    def _has_last_token(
+        self, row: int, keys: Keys, digests: NDArray[np.uint8], memory: BlockMemory, group: int
+    ) -> bool:
+        """Whether a block's record bears out how long the index says it is.
+
+        A directory that says too much is damage, not an error of the caller's: the reader counts
+        and drops it. Overwrites a token of the block's memory.
+        """
+        place = self._store.index.lookup(digests[row : row + 1], pin=True)
+        request = ReadRequest(
+            geometry=self.geometry.native(group),
+            view=memory.view.pointer,
+            namespace_digest=self.digest,
+            shard=self._shard_bytes,
+            keys=Keys.pack([keys[row]]),
+            places=place,
+            pointers=memory.pointers[row : row + 1],
+            first_token=max(int(place["tokens"][0]) - 1, 0),
+            token_count=1,
+        )
+        statuses = self._store.reader.read(request, digests[row : row + 1])
+        return bool(statuses[0] != BlockStatus.MISS)
 
     def _drop_places(self, places: NDArray[Any], rows: NDArray[np.bool_]) -> None:
         """Makes these rows absent, and gives back their pins."""
