@@ -50,7 +50,14 @@ def model(log: bytes) -> list[Row]:
             damaged = True
             at += 8
             continue
-        found.append((kind, log[at + HEAD.size : end], damaged))
+        payload = log[at + HEAD.size : end]
+        offsets = {1: (16, 24), 2: (8,), 3: (8,), 6: (32,)}.get(kind, ())
+        if kind == 4:
+            offsets = tuple(row + to for row in range(0, length, 32) for to in (8, 16))
+        if any(int.from_bytes(payload[to : to + 8], "little") >> 62 for to in offsets):
+            damaged = True  # numbers that can't have been given: passed over whole
+        else:
+            found.append((kind, payload, damaged))
         least = ordinal + 1
         at = end + -end % 8
     return found
