@@ -102,7 +102,8 @@ def c_branches() -> tuple[int, int]:
     command += ["--filter", r"engine_native/"]
     command += [word for name in NOT_MEASURED for word in ("--exclude", rf"engine_native/{name}")]
     command += ["--exclude-branches-by-pattern", UNREACHABLE]
-    command += ["--json", report, "--txt", BUILD / "c-files.txt", BUILD / "objects" / "engine_native"]
+    command += ["--json", report, "--txt", BUILD / "c-files.txt"]
+    command.append(BUILD / "objects" / "engine_native")
     if run(*command):
         sys.exit("gcovr failed")
     covered = total = 0
