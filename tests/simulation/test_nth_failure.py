@@ -163,7 +163,7 @@ def fail_at(fault: Fault, number: int, seed: int, **how: int) -> int:
     return faults.hits()
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def quick_collections() -> Iterator[None]:
     """Only what a course makes is looked at when garbage is collected."""
     watched(Faults(), 0)  # what is made once and stays
@@ -173,11 +173,17 @@ def quick_collections() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.fixture(autouse=True)
+def nothing_left_by_others() -> None:
+    """Stores of other tests are gone."""
+    gc.collect()
+
+
 # ---- all of them ---------------------------------------------------------------------------------
 
 APART = ("truncate", "remove_folder")
 """Calls that no course makes: of repairs, and of creations that failed before."""
-PARTS = {"device write": 4, "device read": 2, ALLOCATION: 6}
+PARTS = {"device write": 4, "device read": 2, ALLOCATION: 5}
 STRIDES = {ALLOCATION: 7}
 """So far apart at most are the calls that the ordinary run lets fail; else each does."""
 SPLIT = [
