@@ -30,8 +30,12 @@ SHAPE = (2, 2, 2, 16, 64)
 VALUES = 8 * 1024
 IDENTITIES = (IDENTITY, Identity(model="test/other", revision="1"))
 """A key belongs to the namespace of its parity."""
-BLOCKS_A_SEGMENT = 200
-"""At least, of 4 MiB: each coded as itself, with a header page."""
+CAPACITY = 32 * MIB
+KEPT_BLOCKS = (7 - 3) * 200
+"""That were put later than an evicted one at least. Seven segments of 4 MiB fit the capacity, and
+all are full then but the one that went, one that is about to go and the one that is being filled; a
+segment holds 200 blocks or more: each coded as itself, with a header page.
+"""
 KEYS_MAX = 20_000
 
 Say = Callable[[str, Sequence[int]], None]
@@ -245,8 +249,7 @@ class Life:
 class Known:
     """Which versions of each key may be there. None: it may be absent."""
 
-    kept_blocks: int = 0
-    """Blocks that are put later than an evicted one at least."""
+    kept_blocks: int = KEPT_BLOCKS
     allowed: dict[int, set[int | None]] = field(default_factory=dict)
     latest: dict[int, int] = field(default_factory=dict)
     place: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -373,4 +376,4 @@ class Known:
             self.place = {at: n for at, n in self.place.items() if at[0] in self.allowed}
 
 
-__all__ = ["BLOCKS_A_SEGMENT", "MIB", "Known", "Life", "Task"]
+__all__ = ["CAPACITY", "Known", "Life", "Task"]

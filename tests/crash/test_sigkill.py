@@ -19,16 +19,10 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from lives import BLOCKS_A_SEGMENT, Known
+from lives import CAPACITY, Known
 from sigkill_child import Nursery
 from store_support import BACKENDS, GQA, MIB, Store, du_bytes, open_store
 
-CAPACITY = 32 * MIB
-SEGMENTS = 7
-"""Of 4 MiB: what fits the capacity beside the metadata."""
-KEPT_BLOCKS = (SEGMENTS - 3) * BLOCKS_A_SEGMENT
-"""All segments are full when one is evicted but that one, one that is about to go, and the one that
-is being filled."""
 OPENING_SLACK_S = 0.005
 """Two medians of some 10 ms each on a machine that does other things too."""
 
@@ -105,7 +99,7 @@ def loop(
 ) -> None:
     print(f"seed {seed}")
     random_ = random.Random(seed)
-    known, opening = Known(KEPT_BLOCKS), Opening()
+    known, opening = Known(), Opening()
     last_words: Counter[str] = Counter()
     open_store(path, GQA, capacity=CAPACITY, backend=backend).close()
     for _ in range(kills):
