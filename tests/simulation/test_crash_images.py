@@ -14,7 +14,7 @@ from simulation.workload import OPERATIONS, Step, Workload
 
 IMAGES = int(os.environ.get("FLASHKV_IMAGES", "100000"))
 IMAGES_OF_SOAK = 10_000_000
-PARTS = 20
+PARTS = 40
 STEPS_MAX = 9
 
 

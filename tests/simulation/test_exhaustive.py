@@ -16,7 +16,7 @@ from simulation.workload import OPERATIONS, Step, Workload
 SEQUENCES = [
     names for count in (1, 2, 3) for names in itertools.product(OPERATIONS, repeat=count)
 ]
-PARTS = 14
+PARTS = 28
 
 
 def run(names: tuple[str, ...], seed: int, tally: Tally) -> None:
