@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from flashkv import limits
 from flashkv.checksums import crc32c
+from flashkv.errors import native_ok
 from flashkv.native import ffi, lib, pointer
 from flashkv.segments import DIR_BLOCK, DIR_RECORD
 
@@ -114,7 +115,7 @@ def decode_footer(page: bytes, uuid: bytes, epoch: int, segment_bytes: int) -> F
     """None where the page is no footer of this segment and epoch."""
     if len(page) != limits.PAGE_BYTES or len(uuid) != lib.FKV_UUID_BYTES:
         return None
-    if lib.fkv_footer_check(page, uuid, epoch, segment_bytes) != lib.FKV_OK:
+    if not native_ok(lib.fkv_footer_check(page, uuid, epoch, segment_bytes)):
         return None
     row = ffi.from_buffer("fkv_segment_footer *", page)
     sections = tuple(
@@ -141,7 +142,7 @@ def decode(footer: Footer, data: bytes | memoryview, first_byte: int) -> Directo
     verdict = lib.fkv_directory_check(
         footer.page, footer.segment_bytes, view, len(view), first_byte, found
     )
-    if verdict != lib.FKV_OK:
+    if not native_ok(verdict):
         return None
     records = np.frombuffer(data, DIR_RECORD, found.record_count, found.records_offset)
     blocks = np.frombuffer(data, DIR_BLOCK, found.block_count, found.blocks_offset)
