@@ -10,6 +10,36 @@
 
 static const uint8_t uuid[16] = {7, 7, 7};
 
+/* Whether all sequences, epochs and generations of an entry lie below 2^62. */
+static bool given(const fkv_manifest_entry *e, const uint8_t *payload)
+{
+    const uint64_t end = UINT64_C(1) << 62;
+    fkv_manifest_begin begin;
+    fkv_manifest_segment segment;
+    fkv_manifest_retired retired;
+    fkv_manifest_kill kill;
+    switch (e->type) {
+    case FKV_MANIFEST_BEGIN:
+        memcpy(&begin, payload, sizeof begin);
+        return begin.generation < end && begin.next_sequence < end;
+    case FKV_MANIFEST_OPENED:
+    case FKV_MANIFEST_FREED:
+        memcpy(&segment, payload, sizeof segment);
+        return segment.epoch < end;
+    case FKV_MANIFEST_RETIRED:
+        memcpy(&retired, payload, sizeof retired);
+        return retired.last_sequence < end;
+    case FKV_MANIFEST_KILL:
+        for (uint32_t at = 0; at < e->length_bytes; at += sizeof kill) {
+            memcpy(&kill, payload + at, sizeof kill);
+            if (kill.epoch >= end || kill.sequence >= end) return false;
+        }
+        return true;
+    default:
+        return true;
+    }
+}
+
 /* A plain walk, by the words of docs/format.md: (offset, length, type, behind damage) in rows. */
 static uint64_t plain(const uint8_t *log, uint64_t length, fkv_manifest_row *rows, uint64_t room)
 {
@@ -28,6 +58,12 @@ static uint64_t plain(const uint8_t *log, uint64_t length, fkv_manifest_row *row
             || fkv_crc32c(seed, log + at + 4, end - at - 4) != e.crc) {
             damaged = true;
             at += 8;
+            continue;
+        }
+        if (!given(&e, log + at + 16)) { /* whole, and still not to be believed */
+            damaged = true;
+            least = (uint64_t)e.ordinal + 1;
+            at = (end + 7) / 8 * 8;
             continue;
         }
         PROMISE(count < room);
