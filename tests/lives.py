@@ -232,6 +232,7 @@ class Life:
                 store.close()
             except FlashKVError:
                 assert store.closed
+                self.say("doubtful", self.pending)
                 self.pending = []
                 raise
             self._flushed()
@@ -288,6 +289,9 @@ class Known:
         elif verb == "lost":
             for key in numbers:
                 self._unsay(key, self.latest[key])
+                self.allowed[key].add(None)
+        elif verb == "doubtful":  # lost, and with them what they superseded
+            for key in numbers:
                 self.allowed[key].add(None)
         elif verb == "tail":
             for versions in self.allowed.values():

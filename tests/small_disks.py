@@ -2,7 +2,8 @@
 with them: full, failing, read-only, without power, slow.
 
 Invariants
-  - nothing is left behind, however a test ends: no mount, no loop device, no image;
+  - nothing is left behind, however a test ends: no mount, no loop device, no image; what a process
+    left that was killed goes with the next test that mounts;
   - what isn't possible here (not root, no mkfs, a kernel without it) skips the test and says so.
 """
 
@@ -24,7 +25,7 @@ import pytest
 from io_support import ROOT
 
 MIB: Final = 1 << 20
-SMALLEST: Final = {"ext2": 1 * MIB, "ext4": 24 * MIB, "xfs": 300 * MIB, "btrfs": 120 * MIB}
+SMALLEST: Final = {"ext2": 1 * MIB, "ext4": 24 * MIB, "xfs": 300 * MIB, "btrfs": 400 * MIB}
 """Bytes of an image; it is sparse."""
 _MAKE: Final = {
     "ext2": ["-q", "-F", "-m", "0"],
@@ -32,6 +33,7 @@ _MAKE: Final = {
     "xfs": ["-q"],
     "btrfs": ["-q"],
 }
+PREFIX: Final = "test-disk-"
 _SHUTDOWN: Final = 0x8004587D
 _NO_LOG_FLUSH: Final = 2
 _BLKIO: Final = Path("/sys/fs/cgroup/blkio")
@@ -152,7 +154,8 @@ def small_disk(
     if os.geteuid() != 0:
         pytest.skip("mounting a small file system needs root")
     (ROOT / "build").mkdir(exist_ok=True)
-    at = tempfile.mkdtemp(dir=folder or ROOT / "build", prefix="test-disk-")
+    sweep()
+    at = tempfile.mkdtemp(dir=folder or ROOT / "build", prefix=f"{PREFIX}{os.getpid()}-")
     try:
         disk = SmallDisk(Path(at), kind, max(size_bytes, SMALLEST.get(kind, 0)), options)
         disk.mount()
@@ -164,6 +167,15 @@ def small_disk(
                 subprocess.run(["umount", "-l", disk.place], check=False)
     finally:
         shutil.rmtree(at, ignore_errors=True)
+
+
+def sweep() -> None:
+    """Takes away what processes left that are gone."""
+    for left in (ROOT / "build").glob(f"{PREFIX}*-*"):
+        pid = left.name.removeprefix(PREFIX).split("-")[0]
+        if not Path("/proc", pid).exists():
+            subprocess.run(["umount", "-l", left / "mounted"], capture_output=True, check=False)
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def run(command: list[Any], why: str) -> None:
