@@ -23,9 +23,9 @@ from flashkv.errors import BatchResult, BlockStatus, KeyFormatError, MemoryViewE
 from flashkv.geometry import KVGeometry, MemoryView
 from flashkv.identity import Identity, Shard, keyspace, token_keys
 from flashkv.index import NONE, Keys
-from flashkv.layout import Selection
+from flashkv.layout import Selection, packed_view
 from flashkv.leases import Lease
-from flashkv.memory import BlockMemory, block_memory, token_counts
+from flashkv.memory import DEFAULT_VIEW, BlockMemory, block_memory, token_counts
 from flashkv.segment_reader import ReadRequest
 from flashkv.segment_writer import PutRows
 
@@ -304,7 +304,7 @@ class Namespace:
             places = store.index.lookup(digests, pin=True)
             if lengths is not None:
                 self._drop_places(places, places["tokens"] != lengths)
-            self._refuse(places, packed, digests, memory, number, first, count)
+            self._refuse(places, packed, digests, memory.block_tokens, number, first, count)
             request = ReadRequest(
                 geometry=self.geometry.native(number),
                 view=memory.view.pointer,
@@ -328,7 +328,7 @@ class Namespace:
         places: NDArray[Any],
         keys: Keys,
         digests: NDArray[np.uint8],
-        memory: BlockMemory,
+        room: int,
         group: int,
         first: int,
         count: int,
@@ -340,10 +340,9 @@ class Namespace:
         tokens = places["tokens"].astype(np.int64)
         wanted = np.full(len(places), count) if count else tokens - first
         other = found & ((places["group"] != group) | (wanted < 1) | (first + wanted > tokens))
-        room = memory.block_tokens
         small = found & ~other & (wanted > room)
         for row in np.flatnonzero(small).tolist():
-            if not self._has_last_token(row, keys, digests, memory, group):
+            if not self._has_last_token(row, keys, digests, group):
                 continue
             self._store.index.unpin(np.ascontiguousarray(places["segment"]))
             raise MemoryViewError(
@@ -355,22 +354,24 @@ class Namespace:
         self._drop_places(places, other | small)
 
     def _has_last_token(
-        self, row: int, keys: Keys, digests: NDArray[np.uint8], memory: BlockMemory, group: int
+        self, row: int, keys: Keys, digests: NDArray[np.uint8], group: int
     ) -> bool:
         """Whether a block's record bears out how long the index says it is.
 
         A directory that says too much is damage, not an error of the caller's: the reader counts
-        and drops it. Overwrites a token of the block's memory.
+        and drops it.
         """
+        view = packed_view(self.geometry, group, DEFAULT_VIEW, 1)
+        memory = np.empty(int(view.region_bytes[0]), np.uint8)
         place = self._store.index.lookup(digests[row : row + 1], pin=True)
         request = ReadRequest(
             geometry=self.geometry.native(group),
-            view=memory.view.pointer,
+            view=view.pointer,
             namespace_digest=self.digest,
             shard=self._shard_bytes,
             keys=Keys.pack([keys[row]]),
             places=place,
-            pointers=memory.pointers[row : row + 1],
+            pointers=np.array([[memory.ctypes.data]], np.uint64),
             first_token=max(int(place["tokens"][0]) - 1, 0),
             token_count=1,
         )

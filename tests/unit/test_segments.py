@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 
 from flashkv import FormatError
-from flashkv.native import ffi
+from flashkv.native import ffi, lib
 from flashkv.segments import (
     DIR_BLOCK,
     DIR_RECORD,
@@ -36,8 +36,8 @@ def some_segment(number: int = 3, epoch: int = 9) -> Segment:
 
 @given(
     number=st.integers(0, (1 << 20) - 1),
-    epoch=st.integers(1, (1 << 64) - 1),
-    sequence=st.integers(0, (1 << 64) - 1),
+    epoch=st.integers(1, lib.FKV_COUNT_END - 1),
+    sequence=st.integers(0, lib.FKV_COUNT_END - 1),
     uuid=st.binary(min_size=16, max_size=16),
 )
 def test_header_round_trip(number: int, epoch: int, sequence: int, uuid: bytes) -> None:
