@@ -52,7 +52,7 @@ static uint32_t walk_vectors(walk *w, const uint32_t index[4], uint32_t inner)
     uint64_t address = fkv_vector(r->view, w->pointers, entry, head, token);
     if (!address) return inner == FKV_AXIS_TOKEN ? r->token_count - token : 1;
     if (inner == FKV_AXIS_TOKEN && from->token_stride == bytes && to->token_stride == bytes)
-        vectors = r->token_count - token;
+        vectors = fkv_piece_end(r->view, token, r->token_count) - token;
     else if (inner == FKV_AXIS_HEAD && from->head_stride == bytes && to->head_stride == bytes
              && w->heads_in_order)
         vectors = row->heads - head;

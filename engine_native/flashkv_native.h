@@ -37,7 +37,8 @@ typedef struct {
 
 /* Where the vectors of one plane in one layer lie, relative to the base of a region of the block.
  * address(head, token) = pointers[block][region] + offset + head * head_stride + token *
- * token_stride */
+ * token_stride. Paged memory: the same with pointers[block][page * page_regions + region], where
+ * page = token / page_tokens, and token % page_tokens */
 typedef struct {
     int32_t region; /* -1: this layer is not wanted */
     uint32_t reserved;
@@ -47,7 +48,9 @@ typedef struct {
 } fkv_place_in_memory;
 
 typedef struct {
-    uint32_t region_count;
+    uint32_t region_count; /* pointers a block has, those of all its pages */
+    uint32_t page_tokens;  /* tokens of a page of the caller's memory; 0: a block is one piece */
+    uint32_t page_regions; /* pointers that each page has; they lie page by page */
     uint32_t entry_count; /* planes x layers, plane-major: entries of plane p begin at the sum of
                              the layers of the planes before it */
     const fkv_place_in_memory *entries;

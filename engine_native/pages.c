@@ -44,11 +44,13 @@ static void packer_rows(packer *p, uint32_t entry, uint32_t head, uint32_t first
         if (token + b->tokens > first_token) {
             const uint64_t *pointers =
                 batch->pointers + (uint64_t)b->source * batch->view->region_count;
-            uint64_t address = fkv_vector(batch->view, pointers, entry, head, 0);
-            int64_t stride = batch->view->entries[entry].token_stride;
-            uint32_t from = first_token > token ? first_token - token : 0;
-            for (uint32_t t = from; t < b->tokens; t++)
-                p->rows[token + t] = address + (uint64_t)((int64_t)t * stride);
+            uint64_t stride = (uint64_t)batch->view->entries[entry].token_stride;
+            uint32_t t = first_token > token ? first_token - token : 0;
+            while (t < b->tokens) {
+                uint64_t address = fkv_vector(batch->view, pointers, entry, head, t);
+                uint32_t end = fkv_piece_end(batch->view, t, b->tokens);
+                for (; t < end; address += stride) p->rows[token + t++] = address;
+            }
         }
         token += b->tokens;
     }

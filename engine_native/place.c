@@ -167,10 +167,14 @@ static void stripe_rows(const fkv_reading *reading, const fkv_stripe *s, uint32_
     for (; range && range < last && range->first < end; range++) {
         while (token < range->first) rows[token++ - s->first_token] = 0;
         const fkv_read_want *w = fkv_want_at(reading, range->want);
-        uint64_t address =
-            fkv_vector(view, fkv_want_pointers(reading, w), entry, head, token - range->first);
-        for (; token < end && token < range->end; address += stride)
-            rows[token++ - s->first_token] = address;
+        const uint64_t *pointers = fkv_want_pointers(reading, w);
+        uint32_t stop = end < range->end ? end : range->end;
+        while (token < stop) {
+            uint32_t at = token - range->first;
+            uint64_t address = fkv_vector(view, pointers, entry, head, at);
+            uint32_t piece = range->first + fkv_piece_end(view, at, stop - range->first);
+            for (; token < piece; address += stride) rows[token++ - s->first_token] = address;
+        }
     }
     while (token < end) rows[token++ - s->first_token] = 0;
 }

@@ -85,9 +85,21 @@ static inline uint64_t fkv_vector(const fkv_view *view, const uint64_t *pointers
     const fkv_place_in_memory *place = &view->entries[entry];
     int64_t slot = view->head_slots ? view->head_slots[head] : (int64_t)head;
     if (place->region < 0 || slot < 0) return 0;
+    if (view->page_tokens) {
+        pointers += (uint64_t)(token / view->page_tokens) * view->page_regions;
+        token %= view->page_tokens;
+    }
     return pointers[place->region]
            + (uint64_t)(place->offset + slot * place->head_stride
                         + (int64_t)token * place->token_stride);
+}
+
+/* One past the last token that lies as far behind its neighbour as `token`: its page's end. */
+static inline uint32_t fkv_piece_end(const fkv_view *view, uint32_t token, uint32_t end)
+{
+    if (!view->page_tokens) return end;
+    uint32_t piece = (token / view->page_tokens + 1) * view->page_tokens;
+    return piece < end ? piece : end;
 }
 
 /* Pieces of a block that are contiguous both in its stored (raw) form and in the caller's memory,

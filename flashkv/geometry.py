@@ -326,11 +326,14 @@ class MemoryView:
     regions       axes ("plane", "layer") that are split into separate memory: ("plane",) is K here
                   and V there.
     block_tokens  tokens that the strides of a block are made for, where no shape tells.
+    page_tokens   paged memory: tokens of each page that a block is made of, a part of block_tokens;
+                  order and regions then describe a page. None: a block is one piece.
     """
 
     order: str = "layer plane head token"
     regions: tuple[str, ...] = ()
     block_tokens: int | None = None
+    page_tokens: int | None = None
 
     def __post_init__(self) -> None:
         names = self.order.split() if isinstance(self.order, str) else []
@@ -350,6 +353,23 @@ class MemoryView:
                 MemoryViewError, "block_tokens", self.block_tokens, 1, limits.BLOCK_TOKENS_MAX
             )
             object.__setattr__(self, "block_tokens", tokens)
+        if self.page_tokens is not None:
+            room = self.block_tokens or 0
+            tokens = checks.whole(
+                MemoryViewError, "page_tokens", self.page_tokens, 1, limits.BLOCK_TOKENS_MAX
+            )
+            if not room or room % tokens:
+                raise MemoryViewError(
+                    "a block must be made of whole pages",
+                    value=f"page_tokens {tokens}",
+                    limit=f"a divisor of block_tokens, {self.block_tokens}",
+                )
+            object.__setattr__(self, "page_tokens", tokens if tokens < room else None)
+
+    @property
+    def pages(self) -> int:
+        """Pages of a block: 1 where it is one piece."""
+        return (self.block_tokens or 1) // self.page_tokens if self.page_tokens else 1
 
     @property
     def axes(self) -> tuple[int, ...]:

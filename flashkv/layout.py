@@ -50,8 +50,8 @@ class NativeView:
     """An fkv_view and what it points to.
 
     pointer       fkv_view *.
-    region_count  addresses a block.
-    region_bytes  uint64[region_count]: length of each where the block is contiguous, else 0.
+    region_count  addresses a block: its regions, or those of its pages, page by page.
+    region_bytes  uint64[region_count]: length of each where it is contiguous, else 0.
     block_tokens  tokens that a block has room for.
     group         the planes, layers and heads that the memory holds, after selection.
     """
@@ -99,11 +99,14 @@ def packed_view(
     block_tokens: int,
     selection: Selection = ALL,
 ) -> NativeView:
-    """View of blocks that are contiguous, region by region, with room for block_tokens tokens."""
+    """View of blocks, or their pages, that are contiguous, region by region.
+
+    block_tokens: tokens that a block has room for.
+    """
     _check_block_tokens(block_tokens)
     chosen = selected_group(geometry.groups[group], selection)
     native = KVGeometry((chosen,)).native(0)
-    order = _order_row(view, block_tokens)
+    order = _order_row(view, view.page_tokens or block_tokens)
     entries = np.zeros(
         sum(plane.layers for plane in chosen.planes), dtype_of("fkv_place_in_memory")
     )
@@ -142,7 +145,7 @@ def strided_view(
     strides: tuple[Strides, ...],
     selection: Selection = ALL,
 ) -> NativeView:
-    """View of blocks with explicit byte strides, one Strides a region (see region_planes)."""
+    """View of blocks, or their pages, with byte strides: one Strides a region (region_places)."""
     _check_block_tokens(block_tokens)
     chosen = selected_group(geometry.groups[group], selection)
     entries = np.zeros(
@@ -213,6 +216,9 @@ def _finish(
         head_slots = np.full(whole.planes[0].heads, -1, np.int32)
         head_slots[list(selection.heads)] = np.arange(len(selection.heads))
     native = ffi.new("fkv_view *")
+    native.page_tokens = view.page_tokens or 0
+    native.page_regions = len(region_bytes)
+    region_bytes = np.tile(region_bytes, view.pages)
     native.region_count = len(region_bytes)
     native.entry_count = len(entries)
     native.entries = pointer(entries, "fkv_place_in_memory *")
@@ -254,11 +260,13 @@ def axis_sizes(group: Group, view: MemoryView, region: int, block_tokens: int) -
 
 @lru_cache(maxsize=512)
 def view_regions(geometry: KVGeometry, group: int, view: MemoryView, selection: Selection) -> int:
-    """Regions of a block: addresses that it needs. Raises MemoryViewError."""
+    """Regions of a block, or of a page of it. Raises MemoryViewError."""
     count = len(region_places(selected_group(geometry.groups[group], selection), view))
-    if count > limits.REGIONS_MAX:
+    if count * view.pages > limits.REGIONS_MAX:
         raise MemoryViewError(
-            "the view splits a block into too many regions", value=count, limit=limits.REGIONS_MAX
+            "the view splits a block into too many regions",
+            value=count * view.pages,
+            limit=limits.REGIONS_MAX,
         )
     return count
 
@@ -291,15 +299,18 @@ def view_of_arrays(
     block_tokens: int | None,
     selection: Selection,
 ) -> NativeView:
-    """View of blocks in arrays, one ArrayInfo a region (of a block: without the axis of rows).
+    """View of blocks in arrays, one ArrayInfo a region (of a row: without the axes of rows).
 
     block_tokens: None where the shapes tell. Raises MemoryViewError where they don't fit.
     """
     chosen = selected_group(geometry.groups[group], selection)
     layouts = []
+    room = view.page_tokens or block_tokens
     for region, info in enumerate(infos):
-        block_tokens, strides = _region_layout(chosen, view, region, info, block_tokens)
+        room, strides = _region_layout(chosen, view, region, info, room)
         layouts.append(strides)
+    assert room is not None
+    block_tokens = view.block_tokens if view.page_tokens else room
     assert block_tokens is not None
     shaped = tuple(strides for strides in layouts if strides is not None)
     if not shaped:

@@ -46,26 +46,38 @@ DEFAULT_VIEW: Final = MemoryView()
 class Regions:
     """Memory of a batch, region by region: `tensors[r]` holds region r of every block.
 
-    rows      block i of the batch is row rows[i] of each tensor; None: row i.
-    row_axis  axis of the tensors that counts rows; the remaining axes are those of the view.
+    rows      block i of the batch is row rows[i] of each tensor; None: row i. Of paged memory
+              int[N, pages]: the rows of its pages. With several row axes a row is as many ints,
+              along a last axis of their own.
+    row_axis  axis of the tensors that counts rows, or the axes that do so together; the remaining
+              axes are those of the view.
     """
 
     tensors: Sequence[Any]
     rows: Any = None
-    row_axis: int = 0
+    row_axis: int | tuple[int, ...] = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.tensors, (list, tuple)):
             raise MemoryViewError(
                 "Regions needs a list of tensors, one a region", value=checks.shown(self.tensors)
             )
-        checks.whole(MemoryViewError, "row_axis", self.row_axis, 0, limits.AXES_MAX)
+        for axis in self.row_axes:
+            checks.whole(MemoryViewError, "row_axis", axis, 0, limits.AXES_MAX)
+        if not self.row_axes or len(set(self.row_axes)) != len(self.row_axes):
+            raise MemoryViewError("row axes must be different, at least one", value=self.row_axis)
+
+    @property
+    def row_axes(self) -> tuple[int, ...]:
+        """The axes that count rows."""
+        return self.row_axis if isinstance(self.row_axis, tuple) else (self.row_axis,)
 
 
 @dataclass(frozen=True, eq=False)
 class Pointers:
     """Bare addresses, uint64[N, regions], of contiguous regions. flashkv can't check them.
 
+    Of paged memory uint64[N, pages * regions]: those of the first page, then of the second.
     keepalive  is held until the batch is done: give what owns the memory.
     """
 
@@ -119,13 +131,18 @@ def block_memory(
     checks.instance(MemoryViewError, "view", view, MemoryView)
     room = view.block_tokens or block_tokens
     region_count = view_regions(geometry, group, view, selection)
+    if view.pages > 1 and not isinstance(data, (Regions, Pointers)):
+        raise MemoryViewError(
+            "paged memory needs Regions with a row for each page, or Pointers",
+            value=type(data).__name__,
+        )
     if isinstance(data, Pointers):
         packed = opaque_or_packed_view(geometry, group, view, room, selection)
         return _from_pointers(data, count, packed, destination=destination, partial=partial)
     if not any(plane.dtype is DType.OPAQUE for plane in geometry.groups[group].planes):
         room = view.block_tokens  # shapes and lengths tell
     data, keepalive, finish = staged(_as_regions(data, region_count), destination=destination)
-    infos, pointers, held = _addresses(data, count, region_count, destination=destination)
+    infos, pointers, held = _addresses(data, count, view.pages, region_count, destination)
     if count == 0:
         native = packed_view(geometry, group, view, room or 1, selection)
     else:
@@ -174,7 +191,7 @@ def _as_regions(data: Any, region_count: int) -> Regions:
             value=f"{len(regions.tensors)} regions",
             limit=region_count,
         )
-    if regions.row_axis != 0 or regions.rows is not None:
+    if regions.row_axes != (0,) or regions.rows is not None:
         for tensor in regions.tensors:
             if not is_array(tensor):
                 raise MemoryViewError(
@@ -207,28 +224,29 @@ def _from_pointers(
 
 
 def _addresses(
-    data: Regions, count: int, region_count: int, *, destination: bool
+    data: Regions, count: int, pages: int, region_count: int, destination: bool
 ) -> tuple[list[ArrayInfo], NDArray[np.uint64], list[Any]]:
-    """(layout of a block in each region without the row axis, addresses, what to keep alive)."""
-    rows = _checked_rows(data.rows, count, destination=destination)
-    pointers = np.empty((count, region_count), np.int64)
+    """(layout of a row in each region without the row axes, addresses, what to keep alive)."""
+    rows = _checked_rows(data, count, pages, destination=destination)
+    pointers = np.empty((count, pages, region_count), np.int64)
     infos = []
     held: list[Any] = list(data.tensors)
     for region, tensor in enumerate(held[:]):
         if isinstance(tensor, (list, tuple)):
             blocks = tuple(tensor)  # the caller's list may change
-            info, buffers = _listed(blocks, count, pointers[:, region], destination=destination)
+            addresses = pointers[:, 0, region]
+            info, buffers = _listed(blocks, count, addresses, destination=destination)
             held += [blocks, buffers]
         elif is_array(tensor):
             whole = array_info(tensor)
-            info = _stacked(whole, data.row_axis, rows, count, pointers[:, region])
+            info = _stacked(whole, data.row_axes, rows, count, pointers[:, :, region])
             if destination and overlaps(whole.shape, whole.strides, whole.item_bytes):
                 raise MemoryViewError(
                     "elements of the destination share memory",
                     value=f"{whole.describe()}, strides {whole.strides}",
                 )
         else:
-            info = _buffer(tensor, count, pointers[:, region])
+            info = _buffer(tensor, count, pointers[:, 0, region])
         if info is None:
             continue
         if destination and not info.writable:
@@ -236,20 +254,33 @@ def _addresses(
                 "the destination can't be written", value=f"a read-only {info.describe()}"
             )
         infos.append(info._replace(address=0))  # layouts are equal wherever they lie
-    return infos, pointers.view(np.uint64), held
+    return infos, pointers.view(np.uint64).reshape(count, pages * region_count), held
 
 
-def _checked_rows(rows: Any, count: int, *, destination: bool) -> NDArray[np.int64] | None:
-    if rows is None:
+def _checked_rows(
+    data: Regions, count: int, pages: int, *, destination: bool
+) -> NDArray[np.int64] | None:
+    """Rows as int64[count, pages, row axes]; None: row i is block i."""
+    axes = len(data.row_axes)
+    if data.rows is None:
+        if pages > 1 or axes > 1:
+            raise MemoryViewError("paged memory, and several row axes, need rows")
         return None
-    array = checks.array(MemoryViewError, "rows", rows)
-    if array.shape != (count,) or (array.dtype.kind not in "iu" and count):
+    array = checks.array(MemoryViewError, "rows", data.rows)
+    shape = [count] + [pages] * (pages > 1) + [axes] * (axes > 1)
+    if list(array.shape) != shape or (array.dtype.kind not in "iu" and count):
         raise MemoryViewError(
-            "rows must be one int a block", value=f"{array.dtype}{list(array.shape)}", limit=count
+            f"rows must be {'one int' if axes == 1 else f'{axes} ints'} a"
+            f" {'block' if pages == 1 else 'page'}",
+            value=f"{array.dtype}{list(array.shape)}",
+            limit=shape,
         )
-    array = array.astype(np.int64)
-    if destination and np.unique(array).size != count:
-        raise MemoryViewError("two blocks have the same row as destination")
+    array = array.astype(np.int64).reshape(count, pages, axes)
+    if destination:
+        flat = array.reshape(-1, axes)
+        different = np.unique(flat) if axes == 1 else np.unique(flat, axis=0)
+        if len(different) != len(flat):
+            raise MemoryViewError("two blocks, or pages, have the same row as destination")
     return array
 
 
@@ -283,30 +314,34 @@ def _listed(
 
 def _stacked(
     info: ArrayInfo,
-    row_axis: int,
+    row_axes: tuple[int, ...],
     rows: NDArray[np.int64] | None,
     count: int,
     addresses: NDArray[np.int64],
 ) -> ArrayInfo:
-    """Layout of a row of the array, the addresses of those wanted."""
-    if not 0 <= row_axis < len(info.shape):
-        raise MemoryViewError("there is no such row axis", value=row_axis, limit=info.describe())
-    size, stride = info.shape[row_axis], info.strides[row_axis]
+    """Layout of a row of the array, the addresses of those wanted: int64[count, pages]."""
+    if not 0 <= max(row_axes) < len(info.shape):
+        raise MemoryViewError("there is no such row axis", value=row_axes, limit=info.describe())
     if rows is None:
+        row_axis = row_axes[0]
+        size = info.shape[row_axis]
         if size != count:
             raise MemoryViewError(
                 f"keys and blocks differ in number: axis {row_axis} of {info.describe()}",
                 value=size,
                 limit=count,
             )
-        rows = np.arange(count)
-    elif count and not 0 <= int(rows.min()) <= int(rows.max()) < size:
-        wrong = rows[(rows < 0) | (rows >= size)][0]
-        raise MemoryViewError("there is no such row", value=wrong, limit=f"0 to {size - 1}")
-    addresses[:] = info.address + rows * stride
+        rows = np.arange(count).reshape(count, 1, 1)
+    for place, axis in enumerate(row_axes):
+        chosen, size = rows[:, :, place], info.shape[axis]
+        if count and not 0 <= int(chosen.min()) <= int(chosen.max()) < size:
+            wrong = chosen[(chosen < 0) | (chosen >= size)][0]
+            raise MemoryViewError("there is no such row", value=wrong, limit=f"0 to {size - 1}")
+    strides = np.array([info.strides[axis] for axis in row_axes], np.int64)
+    addresses[:] = info.address + rows @ strides
     return info._replace(
-        shape=info.shape[:row_axis] + info.shape[row_axis + 1 :],
-        strides=info.strides[:row_axis] + info.strides[row_axis + 1 :],
+        shape=tuple(n for axis, n in enumerate(info.shape) if axis not in row_axes),
+        strides=tuple(n for axis, n in enumerate(info.strides) if axis not in row_axes),
     )
 
 

@@ -39,15 +39,19 @@ def stage(data: Regions, *, destination: bool) -> tuple[Regions, Any, Finish]:
     """As staged(), for tensors that are known to need it."""
     import torch
 
-    rows = None if data.rows is None else torch.as_tensor(np.asarray(data.rows, np.int64))
-    host = [_host_copy(torch, tensor, rows, data.row_axis, destination) for tensor in data.tensors]
+    axes = data.row_axes
+    rows = None if data.rows is None else np.asarray(data.rows, np.int64)
+    host = [_host_copy(torch, tensor, rows, axes, destination) for tensor in data.tensors]
 
     def finish(arrived: NDArray[np.bool_]) -> None:
-        blocks = torch.from_numpy(np.flatnonzero(arrived))
         for tensor, copy in zip(data.tensors, host, strict=True):
-            _copy_back(tensor, copy, blocks, rows, data.row_axis)
+            _copy_back(torch, tensor, copy, arrived, rows, axes)
 
-    regions = type(data)(host, None, data.row_axis)
+    if rows is None:
+        regions = type(data)(host, None, data.row_axis)
+    else:
+        shape = rows.shape[:-1] if len(axes) > 1 else rows.shape
+        regions = type(data)(host, np.arange(int(np.prod(shape))).reshape(shape))
     return regions, (data, regions), finish if destination else _nothing
 
 
@@ -57,8 +61,17 @@ def _lies_on_gpu(tensor: Any) -> bool:
     return on_gpu(tensor)
 
 
-def _host_copy(torch: Any, tensor: Any, rows: Any, row_axis: int, destination: bool) -> Any:
-    """Pinned memory of the batch's blocks, filled unless it is a destination."""
+def _host_copy(
+    torch: Any,
+    tensor: Any,
+    rows: NDArray[np.int64] | None,
+    axes: tuple[int, ...],
+    destination: bool,
+) -> Any:
+    """Pinned memory of the batch's blocks, filled unless it is a destination.
+
+    Rows of the tensor come as rows of the first axis, pages one after the other.
+    """
     pinned = bool(torch.cuda.is_available())
     if isinstance(tensor, (list, tuple)):
         shape = _common_shape(tensor)
@@ -71,18 +84,32 @@ def _host_copy(torch: Any, tensor: Any, rows: Any, row_axis: int, destination: b
         raise MemoryViewError(
             "regions must be all in CUDA or all in host memory", value=type(tensor).__name__
         )
-    shape = list(tensor.shape)
-    if rows is not None:
-        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < shape[row_axis]:
+    if rows is None:
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+        return copy if destination else copy.copy_(tensor)
+    places = _places(torch, tensor, rows, axes)
+    of_row = [size for axis, size in enumerate(tensor.shape) if axis not in axes]
+    copy = torch.empty([len(places[0]), *of_row], dtype=tensor.dtype, pin_memory=pinned)
+    return copy if destination else copy.copy_(_rows_first(tensor, axes)[places])
+
+
+def _rows_first(tensor: Any, axes: tuple[int, ...]) -> Any:
+    """The tensor with its row axes in front."""
+    return tensor.movedim(axes, tuple(range(len(axes))))
+
+
+def _places(
+    torch: Any, tensor: Any, rows: NDArray[np.int64], axes: tuple[int, ...]
+) -> tuple[Any, ...]:
+    """Index of each row along each of its axes, on the tensor's device."""
+    flat = rows.reshape(-1, len(axes))
+    for place, axis in enumerate(axes):
+        size, chosen = tensor.shape[axis], flat[:, place]
+        if len(flat) and not 0 <= int(chosen.min()) <= int(chosen.max()) < size:
             raise MemoryViewError(
-                "there is no such row", value=rows.tolist(), limit=f"0 to {shape[row_axis] - 1}"
+                "there is no such row", value=chosen.tolist(), limit=f"0 to {size - 1}"
             )
-        shape[row_axis] = len(rows)
-    copy = torch.empty(shape, dtype=tensor.dtype, pin_memory=pinned)
-    if not destination:
-        wanted = tensor if rows is None else tensor.index_select(row_axis, rows.to(tensor.device))
-        copy.copy_(wanted)
-    return copy
+    return tuple(torch.from_numpy(column.copy()).to(tensor.device) for column in flat.T)
 
 
 def _common_shape(tensors: Sequence[Any]) -> list[int]:
@@ -100,14 +127,26 @@ def _common_shape(tensors: Sequence[Any]) -> list[int]:
     return list(first.shape)
 
 
-def _copy_back(tensor: Any, copy: Any, blocks: Any, rows: Any, row_axis: int) -> None:
+def _copy_back(
+    torch: Any,
+    tensor: Any,
+    copy: Any,
+    arrived: NDArray[np.bool_],
+    rows: NDArray[np.int64] | None,
+    axes: tuple[int, ...],
+) -> None:
+    blocks = np.flatnonzero(arrived)
     if isinstance(tensor, (list, tuple)):
         for block in blocks.tolist():
             tensor[block].copy_(copy[block])
         return
-    if rows is None and len(blocks) == copy.shape[row_axis]:
+    if rows is None and len(blocks) == len(arrived):
         tensor.copy_(copy)
         return
-    places = blocks if rows is None else rows[blocks]
-    arrived = copy.index_select(row_axis, blocks).to(tensor.device)
-    tensor.index_copy_(row_axis, places.to(tensor.device), arrived)
+    if rows is None:
+        rows, copy = blocks, _rows_first(copy, axes)[torch.from_numpy(blocks)]
+    else:
+        pages = len(copy) // max(1, len(arrived))
+        rows = rows[blocks]
+        copy = copy[torch.from_numpy(np.flatnonzero(np.repeat(arrived, pages)))]
+    _rows_first(tensor, axes)[_places(torch, tensor, rows, axes)] = copy.to(tensor.device)

@@ -21,7 +21,8 @@ typedef struct {
                       * order; bit 7: the record twice in the batch */
     uint8_t lie;     /* what the index has wrong */
     uint8_t capacity; /* tokens that a block in memory has room for */
-    uint8_t gap_pages, amplification, want_count;
+    uint8_t gap_pages, amplification;
+    uint8_t want_count; /* bits 0-1; bits 2-3: pages of 4, 16 or 64 tokens in the caller's memory */
     struct {
         uint8_t ordinal, first_token, token_count;
     } wants[WANTS];
@@ -44,22 +45,34 @@ static bool memory_make(memory *m, const fkv_header *h, const ask *a)
 {
     memset(&m->view, 0, sizeof m->view);
     m->geometry = h->geometry;
-    fkv_order_row order = {.block_tokens = a->capacity ? a->capacity : 1};
+    uint32_t capacity = a->capacity ? a->capacity : 1, page = 1u << 2 * (a->want_count >> 2 & 3);
+    bool paged = page > 1 && page < capacity;
+    fkv_order_row order = {.block_tokens = paged ? page : capacity};
     bool same = h->fixed.codec == FKV_CODEC_RAW && !(a->control & 64);
     memcpy(order.axes, same ? h->order.axes : orders[a->lie >> 6], 4);
     uint32_t axes = a->control & 8 ? 1u << FKV_AXIS_LAYER : 0, entries = 0, heads = 0;
     int regions = fkv_view_fill(&m->geometry, &order, axes, NULL, NULL);
     if (regions < 1 || regions > 256) return false;
-    if (fkv_block_bytes(&m->geometry, order.block_tokens) > MEMORY_MAX / WANTS) return false;
+    if (fkv_block_bytes(&m->geometry, capacity) > MEMORY_MAX / WANTS) return false;
     entries = fkv_geometry_entries(&m->geometry);
     m->entries = exactly(entries * sizeof *m->entries);
-    m->regions = (uint32_t)fkv_view_fill(&m->geometry, &order, axes, m->entries, m->region_bytes);
+    fkv_view_fill(&m->geometry, &order, axes, m->entries, m->region_bytes);
+    m->regions = (uint32_t)regions * (paged ? (capacity + page - 1) / page : 1);
+    if (m->regions > 256) {
+        give_back(m->entries, entries * sizeof *m->entries);
+        return false;
+    }
+    for (uint32_t i = (uint32_t)regions; i < m->regions; i++)
+        m->region_bytes[i] = m->region_bytes[i - (uint32_t)regions];
+    order.block_tokens = capacity;
     for (uint32_t e = 0, p = 0; p < m->geometry.plane_count; e += m->geometry.planes[p++].layers) {
         if (a->control & 32) m->entries[e].region = -1;
         if (m->geometry.planes[p].heads > heads) heads = m->geometry.planes[p].heads;
     }
     for (uint32_t i = 0; i < heads; i++) m->head_slots[i] = i % 2 ? -1 : (int32_t)(i / 2);
     m->view = (fkv_view){.region_count = m->regions,
+                         .page_tokens = paged ? page : 0,
+                         .page_regions = (uint32_t)regions,
                          .entry_count = entries,
                          .entries = m->entries,
                          .head_slots = a->control & 16 ? m->head_slots : NULL,

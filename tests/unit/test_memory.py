@@ -407,11 +407,11 @@ def test_staging_copies_back_what_arrived() -> None:
     pool = torch.arange(60).reshape(2, 6, 5)
     rows = [4, 0, 3]
     source, _, finish = staging.stage(Regions([pool], rows, 1), destination=False)
-    assert (source.tensors[0] == pool[:, rows]).all()
+    assert (source.tensors[0] == pool[:, rows].movedim(1, 0)).all()
     finish(np.ones(3, np.bool_))
     target = torch.zeros_like(pool)
     regions, _, finish = staging.stage(Regions([target], rows, 1), destination=True)
-    regions.tensors[0].copy_(pool[:, rows])
+    regions.tensors[0].copy_(pool[:, rows].movedim(1, 0))
     finish(np.array([True, False, True]))
     assert (target[:, [4, 3]] == pool[:, [4, 3]]).all()
     assert (target[:, [0, 1, 2, 5]] == 0).all()
