@@ -51,7 +51,7 @@ typedef struct {
     uint32_t region_count; /* pointers a block has, those of all its pages */
     uint32_t page_tokens;  /* tokens of a page of the caller's memory; 0: a block is one piece */
     uint32_t page_regions; /* pointers that each page has; they lie page by page */
-    uint32_t entry_count; /* planes x layers, plane-major: entries of plane p begin at the sum of
+    uint32_t entry_count;  /* planes x layers, plane-major: entries of plane p begin at the sum of
                              the layers of the planes before it */
     const fkv_place_in_memory *entries;
     const int32_t *head_slots; /* [heads] position of each head in the caller's memory, -1: not

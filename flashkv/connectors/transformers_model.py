@@ -14,22 +14,13 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
+from flashkv.connectors.checkpoint import ROPE, canonical, settings_digest
 from flashkv.errors import IdentityError
 from flashkv.geometry import DType, KVGeometry
 from flashkv.identity import Identity
 
 SAMPLES_PER_TENSOR: Final = 16
 SAMPLE_ELEMENTS: Final = 64
-
-# Settings that don't change what the numbers of the KV mean. Weights and dtype count on their own.
-_NOT_IDENTITY: Final = frozenset(
-    """_name_or_path architectures dtype torch_dtype transformers_version quantization_config
-    use_cache bos_token_id eos_token_id pad_token_id unk_token_id initializer_range
-    attention_dropout output_hidden_states output_attentions return_dict tie_word_embeddings
-    id2label label2id problem_type chunk_size_feed_forward is_encoder_decoder pretraining_tp
-    _model_name_or_path _commit_hash""".split()
-)
-
 
 class UnsupportedModelError(IdentityError):
     """The model's cache, or how it was loaded, is not one that this connector can store."""
@@ -80,15 +71,18 @@ def model_identity(
             advice="name the active one, with its version: PrefixCache(..., adapter='NAME')",
         )
     config = text_config(model)
+    settings = config.to_dict()
+    settings.pop("quantization_config", None)  # the weights in memory tell how they were quantised
+    rope = {name: getattr(config, name, None) for name in ROPE}
     return Identity(
         model=name or _model_name(model),
         revision=revision or getattr(model.config, "_commit_hash", None) or "",
         weights_fingerprint=weights_fingerprint or fingerprint_of_weights(model),
         kv_dtype=geometry.groups[0].planes[0].dtype.value,
-        rope=_rope(config),
+        rope=canonical({name: value for name, value in rope.items() if value is not None}),
         adapter=adapter,
         geometry=geometry,
-        extras={"architecture": str(config.model_type), "settings": _settings_digest(config)},
+        extras={"architecture": str(config.model_type), "settings": settings_digest(settings)},
     )
 
 
@@ -133,22 +127,3 @@ def _model_name(model: Any) -> str:
     if not name:
         return type(model).__name__
     return Path(name).resolve().name if Path(name).exists() else name
-
-
-def _rope(config: Any) -> str:
-    values = {
-        name: getattr(config, name, None)
-        for name in ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor")
-    }
-    return _canonical({name: value for name, value in values.items() if value is not None})
-
-
-def _settings_digest(config: Any) -> str:
-    settings = {
-        name: value for name, value in config.to_dict().items() if name not in _NOT_IDENTITY
-    }
-    return hashlib.sha256(_canonical(settings).encode()).hexdigest()
-
-
-def _canonical(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)

@@ -16,10 +16,10 @@
 static const uint8_t uuid[16] = {1, 2, 3};
 
 typedef struct {
-    uint8_t control; /* bits 0-1: 3: checksums as they are; bit 2: direct reads; bit 3: a region a
+    uint8_t control;  /* bits 0-1: 3: checksums as they are; bit 2: direct reads; bit 3: a region a
                       * layer; bit 4: without the odd heads; bit 5: without layer 0; bit 6: in another
                       * order; bit 7: the record twice in the batch */
-    uint8_t lie;     /* what the index has wrong */
+    uint8_t lie;      /* what the index has wrong */
     uint8_t capacity; /* tokens that a block in memory has room for */
     uint8_t gap_pages, amplification;
     uint8_t want_count; /* bits 0-1; bits 2-3: pages of 4, 16 or 64 tokens in the caller's memory */
@@ -106,17 +106,38 @@ static fkv_read_record place_of(const fkv_header *h, uint8_t lie)
                          .codec = f->codec,
                          .flags = f->flags};
     switch (lie % 16) {
-    case 1: r.pages++; break;
-    case 2: r.pages = r.header_pages; break;
-    case 3: r.header_pages++; break;
-    case 4: r.header_pages = 0; break;
-    case 5: r.record_tokens++; break;
-    case 6: r.record_blocks = 1; break;
-    case 7: r.record_blocks = 0; break;
-    case 8: r.flags ^= FKV_RECORD_ALIGNED; break;
-    case 9: r.sequence++; break;
-    case 10: r.flags |= FKV_RECORD_ALIGNED, r.record_blocks = 1; break;
-    default: break;
+    case 1:
+        r.pages++;
+        break;
+    case 2:
+        r.pages = r.header_pages;
+        break;
+    case 3:
+        r.header_pages++;
+        break;
+    case 4:
+        r.header_pages = 0;
+        break;
+    case 5:
+        r.record_tokens++;
+        break;
+    case 6:
+        r.record_blocks = 1;
+        break;
+    case 7:
+        r.record_blocks = 0;
+        break;
+    case 8:
+        r.flags ^= FKV_RECORD_ALIGNED;
+        break;
+    case 9:
+        r.sequence++;
+        break;
+    case 10:
+        r.flags |= FKV_RECORD_ALIGNED, r.record_blocks = 1;
+        break;
+    default:
+        break;
     }
     return r;
 }
