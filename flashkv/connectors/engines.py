@@ -74,7 +74,7 @@ class engine_imports:  # noqa: N801  (used as a statement: `with engine_imports(
         if version is None:
             raise EngineMissingError(
                 f"{self.module} needs {self.engine.name}, which is not installed",
-                advice=f"pip install '{self.engine.install}'",
+                advice=f"Install it: pip install '{self.engine.install}'",
             )
         if version.split("+")[0] not in self.engine.tested:
             log.warning(

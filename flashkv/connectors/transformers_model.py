@@ -14,16 +14,15 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-from flashkv.connectors.checkpoint import ROPE, canonical, settings_digest
-from flashkv.errors import IdentityError
+from flashkv.connectors.checkpoint import ROPE, Checkpoint, canonical, settings_digest
+from flashkv.connectors.transformers_layers import UnsupportedModelError
 from flashkv.geometry import DType, KVGeometry
 from flashkv.identity import Identity
 
 SAMPLES_PER_TENSOR: Final = 16
 SAMPLE_ELEMENTS: Final = 64
-
-class UnsupportedModelError(IdentityError):
-    """The model's cache, or how it was loaded, is not one that this connector can store."""
+COMPARED_TENSORS: Final = 64
+"""Weights of which samples are compared with the checkpoint's."""
 
 
 def text_config(model: Any) -> Any:
@@ -65,11 +64,7 @@ def model_identity(
 
     Raises UnsupportedModelError where the model doesn't tell enough.
     """
-    if getattr(model, "_hf_peft_config_loaded", False) and not adapter:
-        raise UnsupportedModelError(
-            "the model carries an adapter",
-            advice="name the active one, with its version: PrefixCache(..., adapter='NAME')",
-        )
+    _check_adapter(model, adapter)
     config = text_config(model)
     settings = config.to_dict()
     settings.pop("quantization_config", None)  # the weights in memory tell how they were quantised
@@ -84,6 +79,69 @@ def model_identity(
         geometry=geometry,
         extras={"architecture": str(config.model_type), "settings": settings_digest(settings)},
     )
+
+
+def checkpoint_identity(
+    model: Any, geometry: KVGeometry, folder: str | Path, *, adapter: str = ""
+) -> Identity:
+    """The identity that every engine gives the KV of the checkpoint in a folder.
+
+    Raises IdentityError, and UnsupportedModelError where the model isn't that checkpoint's.
+    """
+    from transformers import AutoConfig
+
+    _check_adapter(model, adapter)
+    _check_weights(model, Path(folder))
+    return Checkpoint.read(folder).identity(
+        geometry,
+        kv_dtype=geometry.groups[0].planes[0].dtype.value,
+        running=model.config.to_dict(),
+        own=AutoConfig.from_pretrained(folder).to_dict(),
+        adapter=adapter,
+    )
+
+
+def _check_adapter(model: Any, adapter: str) -> None:
+    if getattr(model, "_hf_peft_config_loaded", False) and not adapter:
+        raise UnsupportedModelError(
+            "the model carries an adapter",
+            advice="name the active one, with its version: PrefixCache(..., adapter='NAME')",
+        )
+
+
+def _check_weights(model: Any, folder: Path) -> None:
+    """Compares samples of the weights in memory with those of the same name in the folder.
+
+    Raises UnsupportedModelError where one differs, or none can be compared.
+    """
+    from safetensors import safe_open
+
+    state = model.state_dict()
+    compared = 0
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            names = [name for name in file.keys() if name in state]  # noqa: SIM118  (no mapping)
+            for name in names[:: max(1, len(names) // COMPARED_TENSORS)]:
+                stored = file.get_slice(name)
+                sample = stored[:1] if stored.get_shape() else file.get_tensor(name)
+                here = state[name][:1] if stored.get_shape() else state[name]
+                compared += 1
+                if list(here.shape) == list(sample.shape) and bool(
+                    (here.cpu() == sample.to(here.dtype)).all()
+                ):
+                    continue
+                raise UnsupportedModelError(
+                    "the weights in memory are not the checkpoint's",
+                    value=name,
+                    limit=str(path),
+                    advice="Leave out checkpoint=, or give the folder that they were loaded from",
+                )
+    if not compared:
+        raise UnsupportedModelError(
+            "no weight of the model is found in the checkpoint",
+            value=str(folder),
+            limit="files *.safetensors with the model's names",
+        )
 
 
 def fingerprint_of_weights(model: Any) -> str:

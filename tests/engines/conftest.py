@@ -37,10 +37,11 @@ def interpreter(engine: str) -> Path:
 
 @pytest.fixture
 def run_engine(tmp_path: Path) -> Run:
-    """run_engine("vllm", "script.py", *arguments, **environment): what the script says at its end.
+    """Runs a script with an engine's interpreter and returns what it says at its end.
 
-    The script lies in this folder, sees the tree's flashkv, computes with one thread, and prints
-    one line of RESULT and JSON. A failure shows the end of its output.
+    run_engine("vllm", "script.py", *arguments, **environment). The script lies in this folder, sees
+    the tree's flashkv, computes with one thread, and prints one line of RESULT and JSON. A failure
+    shows the end of its output.
     """
 
     def run(engine: str, script: str, *arguments: object, **environment: str) -> Any:

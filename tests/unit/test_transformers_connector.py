@@ -2,53 +2,25 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 import flashkv
-from flashkv.errors import GeometryError, MemoryViewError
+from flashkv.errors import GeometryError
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+
+from tiny_llama import go_on, make_model, open_store  # noqa: E402
 
 from flashkv.connectors.transformers import (  # noqa: E402
     BLOCK_TOKENS,
     PrefixCache,
     UnsupportedModelError,
-    kv_geometry,
 )
 
 PREFIX_TOKENS = 5 * BLOCK_TOKENS
 PROMPT_TOKENS = PREFIX_TOKENS + 21
-
-
-def config(**changes):
-    values = {
-        "vocab_size": 256,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 2048,
-        "eos_token_id": None,
-        "bos_token_id": None,
-        **changes,
-    }
-    return transformers.LlamaConfig(**values)
-
-
-def make_model(seed=0, dtype=None, **changes):
-    """Weights wide enough that greedy text depends on all of the context."""
-    torch.manual_seed(seed)
-    model = transformers.LlamaForCausalLM(config(**changes))
-    for weight in model.parameters():
-        if weight.ndim == 2:
-            torch.nn.init.normal_(weight, std=0.25)
-    return model.to(dtype or torch.float32).eval()
 
 
 @pytest.fixture(autouse=True)
@@ -65,22 +37,6 @@ def model():
 @pytest.fixture
 def prompt():
     return torch.from_numpy(np.random.default_rng(7).integers(0, 256, (1, PROMPT_TOKENS)))
-
-
-def open_store(path: Path, model, kv_dtype=None, **options):
-    return flashkv.open(path, capacity="64MiB", geometry=kv_geometry(model, kv_dtype), **options)
-
-
-def feed(model, ids, cache):
-    return int(model(input_ids=ids, cache=cache, use_cache=True).logits[0, -1].argmax())
-
-
-def go_on(model, ids, cache, count=24):
-    """Greedy tokens after `ids`, which are computed on top of the cache."""
-    tokens = [feed(model, ids, cache)]
-    while len(tokens) < count:
-        tokens.append(feed(model, torch.tensor([[tokens[-1]]]), cache))
-    return tokens
 
 
 def prefill(prefix, model, prompt):
@@ -203,34 +159,6 @@ def test_a_store_of_another_dtype_is_refused(tmp_path, model):
         pytest.raises(GeometryError, match="float32"),
     ):
         PrefixCache(store, make_model(dtype=torch.float16))
-
-
-def test_batches_are_refused(tmp_path, model, prompt):
-    with open_store(tmp_path / "store", model) as store:
-        prefix = PrefixCache(store, model)
-        pair = torch.cat([prompt, prompt])
-        cache = prefix.new_cache()
-        model(input_ids=pair, cache=cache, use_cache=True)
-        with pytest.raises(MemoryViewError, match="one sequence"):
-            prefix.restore(pair)
-        with pytest.raises(MemoryViewError, match="batch"):
-            prefix.save(cache, prompt)
-        prefix.save(prefill(prefix, model, prompt), prompt)  # the store is none the worse
-
-
-def test_sliding_windows_are_refused(tmp_path, model):
-    torch.manual_seed(0)
-    values = config().to_dict()
-    for name in ("model_type", "architectures", "transformers_version", "dtype"):
-        values.pop(name, None)
-    sliding = transformers.MistralForCausalLM(
-        transformers.MistralConfig(**values, sliding_window=128)
-    )
-    with (
-        open_store(tmp_path / "store", model) as store,
-        pytest.raises(UnsupportedModelError, match="layer 0"),
-    ):
-        PrefixCache(store, sliding)
 
 
 def test_a_foreign_cache_is_refused(tmp_path, model, prompt):
