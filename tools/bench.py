@@ -1,4 +1,4 @@
-"""flashkv-bench: the store's speed beside fio's, and how fast it opens.
+"""flashkv-bench: the store's speed beside fio's, how fast it opens, what it does for a model.
 
 Method and keys: docs/benchmarks.md.
 
@@ -37,6 +37,8 @@ from .bench_io import (
 )
 from .bench_open import BLOCKS_MIN, OpenSettings, open_steps, run_open
 from .bench_sets import BenchError
+from .bench_ttft import TOKENS, TtftSettings, run_ttft, ttft_steps
+from .demo_protocol import DemoError
 from .fio import FioError, fio_path
 
 app = typer.Typer(
@@ -106,6 +108,58 @@ def open_command(
     for key in ("blocks", "open_s", "index_bytes_per_block", "contains_one_us"):
         table.add_row(key, f"{figures[key]:,.3f}".removesuffix(".000"))
     console.print(table)
+
+
+@app.command("ttft")
+def ttft_command(
+    json_file: Json = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Folder of a model of transformers. [SmolLM2-135M]", file_okay=False),
+    ] = None,
+    tokens: Annotated[str, typer.Option(help="Lengths of the prompts.")] = ",".join(
+        map(str, TOKENS)
+    ),
+    passes: Annotated[int, typer.Option(min=1, help="Of each restored source.")] = 5,
+    threads: Annotated[int, typer.Option(min=1, help="That the model computes with.")] = 2,
+    dtype: Annotated[str, typer.Option(help="To compute in; auto: what the machine has.")] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help="Of the cache.")] = "bfloat16",
+    break_even: Annotated[bool, typer.Option(help="Measure break-even speeds too.")] = True,
+    path: Folder = Path(),
+    backend: Backend = "auto",
+) -> None:
+    """Time to first token: computed, restored by flashkv, restored from host memory."""
+    try:
+        lengths = tuple(int(text) for text in tokens.split(","))
+    except ValueError:
+        lengths = ()
+    if not lengths or min(lengths) < 2 or len(set(lengths)) != len(lengths):
+        fail(f"--tokens is {tokens!r}, must be different lengths of at least 2, as 2048,4096")
+    settings = TtftSettings(
+        path, model, lengths, passes, threads, dtype, kv_dtype, check_backend(backend), break_even
+    )
+    try:
+        with progress(ttft_steps(settings) + 1) as step:
+            step("transformers")
+            figures = run_ttft(settings, step, lambda _: None)
+    except (flashkv.FlashKVError, BenchError, DemoError, OSError) as error:
+        fail(str(error))
+    write_json(json_file, figures)
+    console.print(ttft_table(figures))
+
+
+def ttft_table(figures: Mapping[str, Any]) -> Table:
+    """Seconds by source, and the ratio that counts."""
+    by_tokens = figures["ttft_s"]["transformers"]
+    sources = list(next(iter(by_tokens.values())))
+    table = Table("tokens", *sources, "flashkv / host", box=box.SIMPLE)
+    for tokens, seconds in by_tokens.items():
+        ratio = figures["flashkv_to_host_memory"][tokens]["median"]
+        table.add_row(tokens, *(f"{seconds[source]:.3f} s" for source in sources), f"{ratio:.2f}")
+    for name, speeds in figures.get("break_even_tokens_per_s", {}).items():
+        told = ", ".join(f"{codec} {speed:,.0f}" for codec, speed in speeds.items())
+        table.caption = f"{table.caption or 'break-even, tokens/s'}\n{name}: {told}"
+    return table
 
 
 def check_backend(name: str) -> str:

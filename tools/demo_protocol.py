@@ -35,8 +35,12 @@ def run_worker(
     settings: dict[str, Any],
     on_progress: Callable[[str], None],
     on_step: Callable[[str], None],
+    worker: str = WORKER,
 ) -> dict[str, Any]:
-    """Runs a role in a new process and returns its result. Raises DemoError."""
+    """Runs a role of a worker's module in a new process and returns its result.
+
+    Raises DemoError.
+    """
     environment = {
         **os.environ,
         # Spinning threads on busy cores make torch many times slower.
@@ -45,8 +49,8 @@ def run_worker(
         "HF_HUB_OFFLINE": "1",
     }
     with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
-        command = [sys.executable, "-m", WORKER, role]
-        worker = subprocess.Popen(
+        command = [sys.executable, "-m", worker, role]
+        process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -55,17 +59,17 @@ def run_worker(
             env=environment,
         )
         try:
-            result, error = _follow(worker, json.dumps(settings), on_progress, on_step)
+            result, error = _follow(process, json.dumps(settings), on_progress, on_step)
         finally:
-            if worker.poll() is None:
-                worker.kill()
-            worker.wait()
+            if process.poll() is None:
+                process.kill()
+            process.wait()
         if error:
             raise DemoError(error)
-        if result is None or worker.returncode != 0:
+        if result is None or process.returncode != 0:
             errors.seek(0)
             tail = "".join(errors.readlines()[-20:]).strip()
-            raise DemoError(f"the process {role!r} ended with {worker.returncode}:\n{tail}")
+            raise DemoError(f"the process {role!r} ended with {process.returncode}:\n{tail}")
         return result
 
 

@@ -100,9 +100,7 @@ def check(
     outcome.findings = outcome.checked.findings
     view = outcome.view = StoreView(path, salvage=True)
     outcome.writer_seen = not alone and view.writer_seen()
-    outcome.plan = make_plan(
-        view, outcome.damage, geometry=geometry, capacity_bytes=capacity_bytes
-    )
+    outcome.plan = make_plan(view, outcome.damage, geometry=geometry, capacity_bytes=capacity_bytes)
     return outcome
 
 
@@ -234,9 +232,7 @@ def _facts(outcome: Outcome) -> dict[str, Any]:
         "checked": checked,
         "findings": [asdict(finding) for finding in _sorted(outcome.findings)],
         "mended": [{"file": step.file, "what": step.what} for step in outcome.mended],
-        "can_be_mended": [
-            {"file": step.file, "what": step.what} for step in _not_done(outcome)
-        ],
+        "can_be_mended": [{"file": step.file, "what": step.what} for step in _not_done(outcome)],
         "left": [{**asdict(left.finding), "why": left.why} for left in outcome.plan.left],
         "damage_after_repair": [asdict(finding) for finding in outcome.after],
         "notes": outcome.plan.notes,

@@ -40,7 +40,7 @@ from .segment_hands import SegmentHands
 HOW_TO_SAY_A_GEOMETRY: Final = (
     "give it as --geometry JSON, as KVGeometry.to_json() writes it, for instance by\n"
     '  python3 -c "import flashkv; print('
-    "flashkv.KVGeometry.gqa(layers=32, kv_heads=8, head_dim=128).to_json().decode())\""
+    'flashkv.KVGeometry.gqa(layers=32, kv_heads=8, head_dim=128).to_json().decode())"'
 )
 
 
@@ -167,9 +167,7 @@ def _new_block(
             raise StoreError("nothing tells how long segments are: no file has a length of theirs")
         largest = max(tokens for _, tokens in Options().growth)
         capacity = capacity_bytes or agreed_by_damaged(view.folder, "capacity_bytes") or limits.GIB
-        segment_bytes = choose_segment_bytes(
-            capacity, KVGeometry.from_json(chosen), None, largest
-        )
+        segment_bytes = choose_segment_bytes(capacity, KVGeometry.from_json(chosen), None, largest)
     elif capacity < least:
         raise CapacityError(
             "the capacity is too small for what the store holds: an open would drop segments",

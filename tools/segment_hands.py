@@ -39,9 +39,7 @@ class SegmentHands:
                 read_buffer_bytes=limits.BUFFER_BYTES_MIN,
                 header_cache_bytes=limits.BUFFER_BYTES_MIN,
             )
-            self._io = opening.open_io(
-                self.folder, options.resolved(), self.files, read_only=False
-            )
+            self._io = opening.open_io(self.folder, options.resolved(), self.files, read_only=False)
         return self._io
 
     def close(self) -> None:

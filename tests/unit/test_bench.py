@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
-from flashkv.tools import bench, bench_io, fio, measure
+from flashkv.tools import bench, bench_break_even, bench_io, fio, measure
 from typer.testing import CliRunner
 
 DATA = Path(__file__).resolve().parent.parent / "data"
@@ -196,3 +197,41 @@ def test_io_without_fio(monkeypatch):
     result = CliRunner().invoke(bench.app, ["io"])
     assert result.exit_code == 1
     assert "apt-get install fio" in result.output
+
+
+def test_ttft_json_keys(tmp_path):
+    pytest.importorskip("transformers")
+    from tiny_llama import make_model
+
+    make_model().save_pretrained(tmp_path / "model")
+    arguments = ["ttft", "--model", str(tmp_path / "model"), "--tokens", "200,70", "--passes", "2"]
+    arguments += ["--no-break-even", "--threads", "1", "--path", str(tmp_path)]
+    done = CliRunner().invoke(bench.app, [*arguments, "--json", str(tmp_path / "out.json")])
+    assert done.exit_code == 0, done.output
+    figures = json.loads((tmp_path / "out.json").read_text())
+    assert list(figures["ttft_s"]["transformers"]) == ["200", "70"]
+    for tokens in ("200", "70"):
+        assert set(figures["ttft_s"]["transformers"][tokens]) == {
+            "computed",
+            "flashkv",
+            "host memory",
+        }
+        assert len(figures["ttft_samples_s"]["transformers"][tokens]["flashkv"]) == 2
+        assert figures["flashkv_to_host_memory"][tokens]["median"] > 0
+    assert [item.name for item in tmp_path.iterdir() if item.is_dir()] == ["model"]
+
+
+@pytest.mark.parametrize("tokens", ["", "many", "1", "100,100"])
+def test_ttft_lengths_that_are_none(tokens, tmp_path):
+    done = CliRunner().invoke(bench.app, ["ttft", "--tokens", tokens, "--path", str(tmp_path)])
+    assert done.exit_code == 1
+
+
+def test_blocks_of_real_numbers_have_every_geometrys_shape():
+    for geometry in bench_break_even.GEOMETRIES.values():
+        blocks = bench_break_even.blocks_of(geometry)
+        assert blocks.shape[1] == geometry.block_bytes(0, 64)
+        assert len(blocks) >= 2
+        values = blocks.view(np.uint16)
+        assert len(np.unique(values[0])) > 1000
+        assert not np.array_equal(blocks[0], blocks[1])
