@@ -214,9 +214,10 @@ class Client:
         except BaseException as caught:  # noqa: BLE001  (the ticket carries it to its owner)
             error = caught
         self._lanes.finished()
-        ticket._finish(error)
         with self._lock:
+            # Who waited for the ticket finds it in drain().
             self._finished.append(ticket)
+            ticket._finish(error)
             self._running -= 1
             self._idle.notify_all()
             if not self._closed:
