@@ -12,9 +12,9 @@ import pytest
 from simulation.images import ImageError, Tally, look, scratch, shortest
 from simulation.workload import OPERATIONS, Step, Workload
 
-IMAGES = int(os.environ.get("FLASHKV_IMAGES", "100000"))
+IMAGES = int(os.environ.get("FLASHKV_IMAGES", "20000"))
 IMAGES_OF_SOAK = 10_000_000
-PARTS = 40
+PARTS = 20
 STEPS_MAX = 9
 
 
