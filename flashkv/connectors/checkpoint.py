@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,12 +42,14 @@ class Checkpoint:
     revision             the hub's commit; "" for a folder.
     weights_fingerprint  of a folder; "" where the revision names the weights.
     settings             digest of config.json, without what doesn't change the KV.
+    config               what config.json says; told by the digest.
     """
 
     name: str
     revision: str
     weights_fingerprint: str
     settings: str
+    config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def read(cls, source: str | Path, revision: str | None = None) -> Checkpoint:
@@ -57,10 +59,12 @@ class Checkpoint:
         """
         folder = Path(source)
         if folder.is_dir():
-            text = _config_text(folder / "config.json")
-            return cls(folder.resolve().name, "", weights_fingerprint(folder), _settings(text))
-        config = _cached(str(source), revision)
-        return cls(str(source), config.parent.name, "", _settings(_config_text(config)))
+            config = _config(folder / "config.json")
+            fingerprint = weights_fingerprint(folder)
+            return cls(folder.resolve().name, "", fingerprint, settings_digest(config), config)
+        path = _cached(str(source), revision)
+        config = _config(path)
+        return cls(str(source), path.parent.name, "", settings_digest(config), config)
 
     def identity(
         self,
@@ -119,25 +123,21 @@ def _short(text: str) -> str:
     return text if len(text) <= TEXT_MAX else hashlib.sha256(text.encode()).hexdigest()
 
 
-def _config_text(path: Path) -> str:
+def _config(path: Path) -> dict[str, Any]:
+    """A checkpoint's config.json."""
     try:
-        return path.read_text(encoding="utf-8")
+        config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeError) as error:
         raise IdentityError(
             "the checkpoint has no readable config.json",
             value=str(path),
             advice="Give the folder that the engine loads the model from",
         ) from error
-
-
-def _settings(text: str) -> str:
-    try:
-        settings = json.loads(text)
     except ValueError as error:
         raise IdentityError("config.json is no JSON", value=str(error)) from None
-    if not isinstance(settings, dict):
-        raise IdentityError("config.json is no object", value=type(settings).__name__)
-    return settings_digest(settings)
+    if not isinstance(config, dict):
+        raise IdentityError("config.json is no object", value=type(config).__name__)
+    return config
 
 
 def _cached(name: str, revision: str | None) -> Path:
