@@ -273,8 +273,7 @@ class FlashKVStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
         if pages is None:
             return [None] * len(keys)
         if target_locations is None:
-            pool = pages.memory.pool
-            target_locations = [pool.get_dummy_flat_data_page() for _ in keys]
+            target_locations = [pages.memory.new_page() for _ in keys]
         arrived = pages.get_flat(_packed(keys), target_locations)
         return [
             page if there else None for page, there in zip(target_locations, arrived, strict=True)

@@ -39,7 +39,7 @@ ORDERS: Final = {
     "page_head": ("head token layer", 0),
 }
 SLOTS: Final = {"layer_first": 1, "page_first": 0}  # axis of slots
-NO_PAGES: Final = (AttributeError, AssertionError, NotImplementedError, TypeError, ValueError)
+NO_PAGES: Final = (AttributeError, AssertionError, RuntimeError, TypeError, ValueError)
 """What pools raise where they don't have an interface for their layout."""
 
 Finish = Callable[[NDArray[np.bool_]], None]
@@ -58,6 +58,7 @@ class PoolMemory:
     tokens      tokens of a block: those of a page; 1 where pages are plain bytes.
     tensors     of each region, rows of pages along row_axis; empty where pages are plain bytes.
     flat        shape of a flat page of SGLang's generic interface, in the view's order.
+    element     torch's type of flat pages.
     heads       KV heads that tensor parallelism divides; 0 where it doesn't.
     reason      why pages are plain bytes; "" where the page codec knows their vectors.
     """
@@ -70,6 +71,7 @@ class PoolMemory:
     tensors: tuple[Any, ...]
     row_axis: int
     flat: tuple[int, ...]
+    element: Any
     heads: int
     reason: str
 
@@ -90,7 +92,7 @@ class PoolMemory:
         """Memory of these pages, to be read into; what to call with those that arrived."""
         if self.tensors:
             return self._regions(starts), _nothing
-        pages = [self.pool.get_dummy_flat_data_page() for _ in starts]
+        pages = [self.new_page() for _ in starts]
 
         def finish(arrived: NDArray[np.bool_]) -> None:
             for row in np.flatnonzero(arrived):
@@ -100,6 +102,13 @@ class PoolMemory:
 
     def _regions(self, starts: NDArray[np.int64]) -> Regions:
         return Regions(self.tensors, starts // self.page_slots, self.row_axis)
+
+    def new_page(self) -> Any:
+        """A flat page of this pool, its content undefined. SGLang's own would be pinned memory,
+        which takes longer to get than the page to be read.
+        """
+        page_bytes = self.geometry.block_bytes(0, self.tokens)
+        return torch.empty(page_bytes, dtype=torch.uint8).view(self.element)
 
     def as_block(self, page: Any) -> Any:
         """A flat page in the shape of a block. Raises GeometryError where it isn't this pool's."""
@@ -114,9 +123,9 @@ class PoolMemory:
             return page.contiguous().view(torch.uint8).reshape(-1)
         if len(self.tensors) > 1:
             raise GeometryError("pools with K and V apart have no flat pages")
-        if page.dtype != self.tensors[0].dtype:
+        if page.dtype != self.element:
             raise GeometryError(
-                "a flat page of another dtype", value=page.dtype, limit=self.tensors[0].dtype
+                "a flat page of another dtype", value=page.dtype, limit=self.element
             )
         return page.reshape(self.flat)
 
@@ -166,6 +175,7 @@ def _by_axes(pool: Any) -> PoolMemory:
         tensors=tensors,
         row_axis=row_axis,
         flat=tuple(n for axis, n in enumerate(tensors[0].shape) if axis != row_axis),
+        element=tensors[0].dtype,
         heads=planes[0].heads if planes[0].role is Role.K else 0,
         reason="",
     )
@@ -261,12 +271,12 @@ def _address(memory: PoolMemory, tensor: Any, row: int, plane: int, layer: int) 
 
 def _as_bytes(pool: Any, reason: str) -> PoolMemory:
     try:
-        page_bytes = int(pool.get_dummy_flat_data_page().nbytes)
-        given = int(pool.get_data_page(0).nbytes)
+        page = pool.get_data_page(0)
+        page_bytes = int(page.nbytes)
     except NO_PAGES as error:
         raise UnknownLayout(f"{reason}, and no flat pages: {error}") from None
-    if page_bytes != given or not 0 < page_bytes <= limits.VECTOR_BYTES_MAX:
-        raise UnknownLayout(f"{reason}, and flat pages of {given} and {page_bytes} bytes")
+    if not 0 < page_bytes <= limits.VECTOR_BYTES_MAX:
+        raise UnknownLayout(f"{reason}, and flat pages of {page_bytes} bytes")
     return PoolMemory(
         pool=pool,
         geometry=KVGeometry.opaque(page_bytes),
@@ -276,6 +286,7 @@ def _as_bytes(pool: Any, reason: str) -> PoolMemory:
         tensors=(),
         row_axis=0,
         flat=(page_bytes,),
+        element=page.dtype,
         heads=0,
         reason=reason,
     )
