@@ -41,6 +41,7 @@ from flashkv.connectors.sglang_identity import (
     part_of,
     rank_folder,
     replicated,
+    weights_were_updated,
 )
 from flashkv.connectors.sglang_interface import (
     HiCacheStorage,
@@ -94,6 +95,7 @@ class FlashKVStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
         if self._numbers["lease_ms"] > longest:
             raise OptionsError("lease_ms", value=self._numbers["lease_ms"], limit=longest)
         self._engine = Engine.running()
+        self._stale = False
         self._checkpoint = checkpoint_of(self._engine, storage_config.model_name, given)
         self._transfers = Transfers()
         self._pages: dict[str, Pages | None] = {}
@@ -114,7 +116,7 @@ class FlashKVStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
         """A further pool, as of a sliding window, a state or a draft model."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         name = str(host_pool_name)
-        bound = self._pages.get(name)
+        bound = self._pages.get(name)  # of K and V: it was registered already
         if bound is None or bound.memory.pool is not host_pool:
             self._bind(name, host_pool)
 
@@ -177,7 +179,14 @@ class FlashKVStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
         return self._followers[path]
 
     def _of(self, name: Any) -> Pages | None:
-        return self._pages.get(str(name))
+        """A pool's pages; None: there is no store for them, or the identity is no longer true."""
+        if not self._stale and weights_were_updated():
+            self._stale = True
+            log.error(
+                "SGLang's weights were updated: flashkv stores and restores nothing more for it,"
+                " until it is started with a checkpoint of the new ones"
+            )
+        return None if self._stale else self._pages.get(str(name))
 
     # ---- zero-copy, one pool ----
 

@@ -104,8 +104,8 @@ class Pages:
             return blocks.match(keys, lease_ms=self._lease_ms).count
 
         found = self._guarded(look, 0)
-        if found < len(keys) and self.follower is not None and self.follower.refresh():
-            found = self._guarded(look, 0)
+        if found < len(keys) and self.follower is not None:
+            self.follower.soon()
         return found
 
     def contains(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:

@@ -73,6 +73,18 @@ class Engine:
         )
 
 
+def weights_were_updated() -> bool:
+    """Whether SGLang runs other weights than those that it started with, and was told their name.
+
+    It keeps that name where it keeps its settings; what the operator gave at the start stays.
+    """
+    context = get_context()
+    if not context.is_config_namespace_published("serving"):
+        return False
+    now, begun = context.config_bag("serving").weight_version, context.server_args.weight_version
+    return bool(now != begun)
+
+
 def _loras(given: Any) -> dict[str, str]:
     """Adapters that the engine started with; those that are loaded later get a key of their own."""
     if isinstance(given, Mapping):

@@ -33,6 +33,7 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang_pools import MHA_LAYOUTS, MLA_LAYOUTS, PAGE, PAGES, fill, holds, keys, slots, untouched
 
 import flashkv
+from flashkv.connectors import sglang as connector
 from flashkv.connectors import sglang_identity
 from flashkv.connectors.sglang_identity import Engine
 from flashkv.errors import FlashKVError
@@ -611,6 +612,27 @@ def check_flushed_soon_without_close(path: Path) -> None:
                 return reader.stats().blocks == 3
 
         wait_until(durable)
+
+
+def check_updated_weights_end_it(path: Path) -> None:
+    """Pages of weights that the identity doesn't name are neither stored nor restored."""
+    pool = filled(pools.mha_pool("layer_first"))
+    whole = connector.weights_were_updated
+    try:
+        with storage(path, pool) as backend:
+            assert backend.batch_set_v1(keys(2), slots(ROWS[:2])) == [True] * 2
+            connector.weights_were_updated = lambda: True
+            assert backend.batch_exists(keys(2)) == 0
+            assert backend.batch_get_v1(keys(2), slots([0, 2])) == [False] * 2
+            assert backend.batch_set_v1(keys(3), slots(ROWS)) == [False] * 3
+            assert backend.get(keys(1)[0]) is None
+            assert backend.batch_exists_v2(keys(2)).kv_hit_pages == 0
+            connector.weights_were_updated = lambda: False
+            assert backend.batch_exists(keys(2)) == 0, "once updated, never known again"
+    finally:
+        connector.weights_were_updated = whole
+    with storage(path, pool) as backend:
+        assert backend.batch_exists(keys(3)) == 2
 
 
 def check_prefix_keys_metrics_and_the_end(path: Path) -> None:

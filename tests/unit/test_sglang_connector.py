@@ -7,7 +7,7 @@ from __future__ import annotations
 import importlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -117,6 +117,19 @@ def _found(follower: Follower) -> int:
     return 0 if blocks is None else blocks.match(names(5)).count
 
 
+def _looked(follower: Follower) -> int:
+    """As _found(), with a look whether more has come."""
+    follower.soon()
+    return _found(follower)
+
+
+def _wait_until(reached: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not reached():
+        assert time.monotonic() < end, "it didn't come to that"
+        time.sleep(0.005)
+
+
 def test_a_follower_sees_what_was_flushed(
     store_path: Path, follower: Follower, notes: list[tuple[str, str]]
 ) -> None:
@@ -126,15 +139,14 @@ def test_a_follower_sees_what_was_flushed(
         writer = store.namespace(IDENTITY)
         assert writer.put(names(3), _blocks(3)).all_ok
         store.flush()
-        assert follower.refresh()
+        _wait_until(follower.refresh)
         assert _found(follower) == 3
         before = follower.namespace(IDENTITY, WHOLE)
         assert isinstance(before, Namespace)
         assert not follower.refresh(), "nothing has changed"
         assert writer.put(names(4), _blocks(4)).all_ok
         store.flush()
-        assert follower.refresh()
-        assert _found(follower) == 4
+        _wait_until(lambda: _looked(follower) == 4)
         with pytest.raises(StoreError):
             before.match(names(1))
         out = np.zeros_like(_blocks(3))
@@ -180,10 +192,7 @@ def test_flushed_soon(store_path: Path) -> None:
         assert store.namespace(IDENTITY).put(names(3), _blocks(3)).all_ok
         flusher.soon()
         flusher.soon()
-        end = time.monotonic() + 20
-        while _blocks_on_disk(store_path) < 3:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        _wait_until(lambda: _blocks_on_disk(store_path) == 3)
         assert store.namespace(IDENTITY).put(names(4), _blocks(4)).all_ok
         flusher.soon()
         flusher.close()
