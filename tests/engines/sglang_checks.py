@@ -459,6 +459,25 @@ def check_several_pools(path: Path) -> None:
         assert backend.batch_get_v2([wrong]) == {PoolName.SWA: [False] * 2}
 
 
+def check_pools_of_one_shape_never_meet(path: Path) -> None:
+    """A draft model's pool may look like the model's own, and has pages under the same keys."""
+    kv, draft = (pools.mha_pool("layer_first") for _ in range(2))
+    fill(kv, 0, 1)
+    fill(draft, 0, 2)
+    with storage(path, kv) as backend:
+        backend.register_mem_host_pool_v2(draft, PoolName.DRAFT)
+        assert backend.batch_set_v1(keys(1), slots([0])) == [True]
+        of_draft = PoolTransfer(PoolName.DRAFT, host_indices=slots([3]), keys=keys(1))
+        assert backend.batch_get_v2([of_draft]) == {PoolName.DRAFT: [False]}
+        of_draft.host_indices = slots([0])
+        assert backend.batch_set_v2([of_draft]) == {PoolName.DRAFT: [True]}
+        of_draft.host_indices = slots([3])
+        assert backend.batch_get_v2([of_draft]) == {PoolName.DRAFT: [True]}
+        assert backend.batch_get_v1(keys(1), slots([3])) == [True]
+        assert holds(kv, 3, 1)
+        assert holds(draft, 3, 2)
+
+
 def lengths_of_several_pools(backend: Any, names: list[str]) -> None:
     """KV has pages 0 to 5, the window 1 to 3, states 1 and 3."""
 

@@ -19,7 +19,8 @@ from typing import Any
 STUBS = Path(__file__).resolve().parent / "sglang_stubs"
 sys.path.insert(0, str(STUBS))  # SGLang's own processes inherit the path
 
-os.environ.update(SGLANG_USE_CPU_ENGINE="1", SGLANG_CPU_OMP_THREADS_BIND="0")
+os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "0")
 os.environ["PYTHONPATH"] = os.pathsep.join((str(STUBS), os.environ.get("PYTHONPATH", "")))
 
 import cpu_transfers  # noqa: E402
