@@ -50,9 +50,15 @@ def engine(run_engine: Callable[..., Any], tiny_model: Path) -> Engine:
         layout: str = "page_first_direct",
         v1: int = 1,
         environment: dict[str, str] | None = None,
+        arguments: dict[str, Any] | None = None,
         **extra: Any,
     ) -> list[dict[str, Any]]:
-        job: dict[str, Any] = {"model": str(tiny_model), "prompts": prompts, "layout": layout}
+        job: dict[str, Any] = {
+            "model": str(tiny_model),
+            "prompts": prompts,
+            "layout": layout,
+            "arguments": arguments or {},
+        }
         if path is not None:
             job["extra"] = {"path": str(path), "capacity": "1GiB", "interface_v1": v1, **extra}
         answers: list[dict[str, Any]] = run_engine(
@@ -149,6 +155,26 @@ def test_faults_of_the_storage(
         environment={"SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE": "0.5"},
     )
     assert [answer["tokens"] for answer in answers] == expect(asked)
+
+
+def test_two_ranks(engine: Engine, expect: Any, prompts: list[list[int]], tmp_path: Path) -> None:
+    """Tensor parallelism: each rank has one of the two KV heads, in a store of its own."""
+    path = tmp_path / "store"
+    answers = engine(
+        [prompts[0], prompts[0]],
+        path,
+        arguments={"tp_size": 2},
+        environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1" if (os.cpu_count() or 1) > 1 else "0|0"},
+    )
+    assert [answer["tokens"] for answer in answers] == expect([prompts[0]] * 2)
+    assert [from_storage(answer) for answer in answers] == [0, whole_pages(prompts[0])]
+    assert sorted(folder.name for folder in path.iterdir()) == ["tp0of2", "tp1of2"]
+    parts = []
+    for folder in path.iterdir():
+        with flashkv.open(folder, read_only=True) as store:
+            assert store.stats().blocks == whole_pages(prompts[0]) // PAGE
+            parts.append(store.geometry.groups[0].planes[0].heads)
+    assert parts == [1, 1]
 
 
 def test_a_locked_store(
