@@ -45,6 +45,7 @@ from flashkv.connectors.sglang_identity import (
 )
 from flashkv.connectors.sglang_interface import (
     HiCacheStorage,
+    LogicalHostPool,
     PoolName,
     PoolTransfer,
     PoolTransferResult,
@@ -96,6 +97,7 @@ class FlashKVStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
             raise OptionsError("lease_ms", value=self._numbers["lease_ms"], limit=longest)
         self._engine = Engine.running()
         self._stale = False
+        self._anchor_only = False
         self._checkpoint = checkpoint_of(self._engine, storage_config.model_name, given)
         self._transfers = Transfers()
         self._pages: dict[str, Pages | None] = {}
@@ -110,6 +112,8 @@ class FlashKVStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """The pool of K and V, or of MLA's rows."""
         super().register_mem_pool_host(mem_pool_host)
+        # Such a pool counts slots and holds nothing: other pools hold all of a page.
+        self._anchor_only = isinstance(mem_pool_host, LogicalHostPool)
         self._bind(KV, mem_pool_host)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
@@ -180,13 +184,17 @@ class FlashKVStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
 
     def _of(self, name: Any) -> Pages | None:
         """A pool's pages; None: there is no store for them, or the identity is no longer true."""
+        return self._pages.get(str(name)) if self._identity_holds() else None
+
+    def _identity_holds(self) -> bool:
+        """Whether SGLang still runs the weights that the identity names."""
         if not self._stale and weights_were_updated():
             self._stale = True
             log.error(
                 "SGLang's weights were updated: flashkv stores and restores nothing more for it,"
                 " until it is started with a checkpoint of the new ones"
             )
-        return None if self._stale else self._pages.get(str(name))
+        return not self._stale
 
     # ---- zero-copy, one pool ----
 
@@ -204,7 +212,7 @@ class FlashKVStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
         """Reads pages into the host pool; which of them arrived."""
         pages = self._of(KV)
         if pages is None:
-            return [False] * len(keys)
+            return [self._anchor_only and self._identity_holds()] * len(keys)
         return pages.get(_packed(keys), host_indices)
 
     def batch_set_v1(
@@ -213,7 +221,7 @@ class FlashKVStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
         """Stores pages of the host pool; which of them are stored."""
         pages = self._of(KV)
         if pages is None:
-            return [False] * len(keys)
+            return [self._anchor_only and self._identity_holds()] * len(keys)
         return pages.put(_packed(keys), host_indices, _prefix(extra_info))
 
     # ---- zero-copy, several pools ----
@@ -226,8 +234,8 @@ class FlashKVStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
     ) -> PoolTransferResult:
         """How long a prefix can be restored from all pools, and which lengths can."""
         packed = _packed(keys)
-        if getattr(self.mem_pool_host, "kv_buffer", "absent") is None:
-            kv_pages = len(keys)  # a pool without memory: the others alone decide
+        if self._anchor_only and pool_transfers:
+            kv_pages = len(keys)  # the other pools alone decide
         else:
             kv_pages = self.batch_exists(keys, extra_info)
         found, lengths = pool_hits(packed, kv_pages, pool_transfers or (), self._of)

@@ -10,6 +10,7 @@ Invariants
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -182,9 +183,10 @@ def _adapters(loras: Mapping[str, str]) -> str:
 
 
 def _content(path: str) -> str:
+    """Digest of a file that a setting names."""
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError as error:
         raise IdentityError("a file of the engine's settings can't be read", value=path) from error
 
 

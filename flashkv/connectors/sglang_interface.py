@@ -11,6 +11,7 @@ from flashkv.connectors.engines import check_fields, check_methods, engine_impor
 __all__ = [
     "AsymmetricMHATokenToKVPoolHost",
     "HiCacheStorage",
+    "LogicalHostPool",
     "MHATokenToKVPoolHost",
     "MLATokenToKVPoolHost",
     "PoolHitPolicy",
@@ -33,6 +34,7 @@ with engine_imports("sglang"):
         PoolTransfer,
         PoolTransferResult,
     )
+    from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
     from sglang.srt.mem_cache.pool_host.mha import (
         AsymmetricMHATokenToKVPoolHost,
         MHATokenToKVPoolHost,

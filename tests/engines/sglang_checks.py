@@ -29,6 +29,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolName,
     PoolTransfer,
 )
+from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang_pools import MHA_LAYOUTS, MLA_LAYOUTS, PAGE, PAGES, fill, holds, keys, slots, untouched
 
@@ -403,12 +404,26 @@ def check_a_pool_without_memory(path: Path) -> None:
         assert backend.batch_set_v1(keys(3), slots(ROWS)) == [False] * 3
         assert backend.batch_get(keys(2)) == [None] * 2
         assert not backend.batch_set(keys(1), [torch.zeros(1)])
-        # As the anchor of others it doesn't count: they alone decide.
+        assert backend.batch_exists_v2(keys(3)).kv_hit_pages == 0
+
+
+def check_an_anchor_that_holds_nothing(path: Path) -> None:
+    """DeepSeek V4's pool of K and V only counts slots: the pools beside it alone decide."""
+    with storage(path, LogicalHostPool(PAGES * PAGE, PAGE)) as backend:
+        assert not backend.stats()["pools"]["kv"]["stored"]
+        assert backend.batch_exists(keys(3)) == 0
+        assert backend.batch_exists_v2(keys(3)).kv_hit_pages == 0
         window = filled(pools.mha_pool("layer_first", layers=1))
-        backend.register_mem_host_pool_v2(window, PoolName.SWA)
         transfer = PoolTransfer(PoolName.SWA, host_indices=slots(ROWS), keys=keys(3))
+        assert backend.batch_exists_v2(keys(3), [transfer]).kv_hit_pages == 0
+        backend.register_mem_host_pool_v2(window, PoolName.SWA)
+        assert backend.batch_exists_v2(keys(3), [transfer]).kv_hit_pages == 0
         assert backend.batch_set_v2([transfer]) == {PoolName.SWA: [True] * 3}
+        assert backend.batch_set_v1(keys(3), slots(ROWS)) == [True] * 3
         assert backend.batch_exists_v2(keys(5), [transfer]).kv_hit_pages == 3
+        assert backend.batch_get_v1(keys(3), slots(ROWS)) == [True] * 3
+        backend._stale = True
+        assert backend.batch_get_v1(keys(3), slots(ROWS)) == [False] * 3
 
 
 def check_several_pools(path: Path) -> None:

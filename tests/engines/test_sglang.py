@@ -108,7 +108,7 @@ def from_storage(answer: dict[str, Any]) -> int:
 def test_host_pools(run_engine: Callable[..., Any], tiny_model: Path) -> None:
     """The interface on real pools: sglang_checks.py says which checks there are."""
     ended = run_engine("sglang", "sglang_checks.py", tiny_model, **ENVIRONMENT)
-    assert len(ended) >= 21
+    assert len(ended) >= 22
     failed = {name: told for name, told in ended.items() if told is not None}
     assert not failed, "\n".join(failed.values())
 

@@ -76,11 +76,12 @@ def test_another_interface_is_told_in_words(monkeypatch: pytest.MonkeyPatch) -> 
     content = dict.fromkeys(
         """HiCacheStorageConfig HiCacheStorageExtraInfo PoolHitPolicy PoolName PoolTransfer
         PoolTransferResult MHATokenToKVPoolHost AsymmetricMHATokenToKVPoolHost
-        MLATokenToKVPoolHost StorageMetrics get_context""".split(),
+        MLATokenToKVPoolHost LogicalHostPool StorageMetrics get_context""".split(),
         object,
     )
     for name in (
         "mem_cache.hicache_storage",
+        "mem_cache.memory_pool_host",
         "mem_cache.pool_host.mha",
         "mem_cache.pool_host.mla",
         "observability.metrics_collector",
