@@ -69,7 +69,7 @@ class Engine:
             overrides=json.loads(model.json_model_override_args or "{}"),
             kv_dtype="" if kv_dtype in AUTOMATIC else str(kv_dtype),
             dtype=str(model.dtype),
-            settings={n: str(value) for n, value in settings.items() if value not in AUTOMATIC},
+            settings={n: str(v) for n, v in settings.items() if v and v not in AUTOMATIC},
             loras=_loras(lora.lora_paths) if lora.enable_lora else {},
         )
 

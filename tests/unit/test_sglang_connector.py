@@ -5,6 +5,7 @@ no engine.
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,8 +18,9 @@ import pytest
 from small_stores import IDENTITY, names
 from store_support import GQA, open_store
 
-from flashkv import Namespace, Options, StoreError
+from flashkv import IdentityError, Namespace, Options, StoreError
 from flashkv.connectors import engines
+from flashkv.connectors.checkpoint import Checkpoint
 from flashkv.connectors.engines import Engine, EngineInterfaceError, EngineMissingError
 from flashkv.connectors.flusher import Flusher
 from flashkv.connectors.follower import Follower
@@ -90,6 +92,15 @@ def test_another_interface_is_told_in_words(monkeypatch: pytest.MonkeyPatch) -> 
         _pretend(monkeypatch, f"sglang.srt.{name}", **{**content, "HiCacheStorage": Storage})
     with pytest.raises(EngineInterfaceError, match=r"batch_get_v1\(self, keys, addresses\)"):
         importlib.import_module(INTERFACE)
+
+
+def test_a_path_without_a_checkpoint(tmp_path: Path) -> None:
+    """A path is no name that the hub could have: that, too, is told in words."""
+    with pytest.raises(IdentityError, match=r"neither a folder|not installed"):
+        Checkpoint.read(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 3}))
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    assert Checkpoint.read(tmp_path).config == {"num_hidden_layers": 3}
 
 
 # ---- a store that another handle writes ----
