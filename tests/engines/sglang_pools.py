@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,9 @@ PAGES, PAGE = 8, 16
 MHA_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 MLA_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.uint8)
+MODEL = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
+ROWS = [5, 1, 6]
+SEEDS = [11, 12, 13]
 CPU = torch.device("cpu")
 
 
@@ -192,7 +198,7 @@ def untouched(pool: Any, rows: list[int]) -> bool:
     )
 
 
-def storage(path: Path, pool: Any, *, model: Path, **changes: Any) -> FlashKVStorage:
+def bind(path: Path, pool: Any, *, model: Path | None = None, **changes: Any) -> FlashKVStorage:
     """A storage on a store at `path`, bound to the pool. changes: of its configuration."""
     extra = {"path": str(path), "capacity": "64MiB", **changes.pop("extra", {})}
     values = {
@@ -205,7 +211,7 @@ def storage(path: Path, pool: Any, *, model: Path, **changes: Any) -> FlashKVSto
         "is_mla_model": pool is not None and is_mla(pool),
         "enable_storage_metrics": True,
         "is_page_first_layout": False,
-        "model_name": str(model),
+        "model_name": str(model or MODEL),
         "extra_config": {
             "backend_name": "flashkv",
             "module_path": "flashkv.connectors.sglang",
@@ -223,3 +229,35 @@ def storage(path: Path, pool: Any, *, model: Path, **changes: Any) -> FlashKVSto
 def keys(count: int, first: int = 0) -> list[str]:
     """As SGLang's: SHA-256 as hex."""
     return [f"{first + number:064x}" for number in range(count)]
+
+
+@contextmanager
+def storage(path: Path, pool: Any, **changes: Any) -> Iterator[Any]:
+    """bind(), closed at the end."""
+    made = bind(path, pool, **changes)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def filled(pool: Any) -> Any:
+    """The pool with content() of SEEDS in ROWS."""
+    for row, seed in zip(ROWS, SEEDS, strict=True):
+        fill(pool, row, seed)
+    return pool
+
+
+def stored(path: Path, pool: Any, **changes: Any) -> None:
+    """Lets a store hold ROWS of the pool under keys(3)."""
+    with storage(path, filled(pool), **changes) as backend:
+        assert backend.batch_set_v1(keys(3), slots(ROWS, pool.page_size)) == [True] * 3
+        assert backend.batch_exists(keys(5)) == 3
+
+
+def wait_until(reached: Any, seconds: float = 20.0) -> None:
+    """Returns once reached() is true; fails where it never is."""
+    end = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < end, "it didn't come to that"
+        time.sleep(0.05)
