@@ -166,6 +166,14 @@ def _likeness(first: Any) -> Callable[[Any], bool] | None:
     if kind in (bytes, bytearray):
         size = len(first)
         return lambda item: type(item) is kind and len(item) == size
+    if kind is memoryview and first.ndim == 1 and first.c_contiguous:
+        span, writes = first.nbytes, not first.readonly
+        return lambda item: (
+            type(item) is memoryview
+            and item.nbytes == span
+            and item.c_contiguous
+            and item.readonly is not writes
+        )
     if kind is np.ndarray and first.dtype.isbuiltin == 1 and first.flags.c_contiguous:
         shape, strides, dtype = first.shape, first.strides, first.dtype
         writable = first.flags.writeable

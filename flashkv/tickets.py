@@ -169,17 +169,22 @@ class Client:
 
     def submit_get(self, namespace: Namespace, keys: Any, out: Any, **options: Any) -> Ticket:
         """As Namespace.get. Raises BusyError at the ticket limit."""
-        return self._simple("get", lambda: namespace.get(keys, out, **options), write=False)
+        return self.submit("get", lambda: namespace.get(keys, out, **options), write=False)
 
     def submit_contains(self, namespace: Namespace, keys: Any) -> Ticket:
         """As Namespace.contains. Raises BusyError at the ticket limit."""
-        return self._simple("contains", lambda: namespace.contains(keys), write=False)
+        return self.submit("contains", lambda: namespace.contains(keys), write=False)
 
     def submit_delete(self, namespace: Namespace, keys: Any) -> Ticket:
         """As Namespace.delete. Raises BusyError at the ticket limit."""
-        return self._simple("delete", lambda: namespace.delete(keys), write=True)
+        return self.submit("delete", lambda: namespace.delete(keys), write=True)
 
-    def _simple(self, kind: str, call: Callable[[], Any], *, write: bool) -> Ticket:
+    def submit(self, kind: str, call: Callable[[], Any], *, write: bool) -> Ticket:
+        """Any call on a lane, as one ticket: several batches that belong together, say.
+
+        Ticket.result is what it returns. Raises BusyError at the ticket limit.
+        """
+
         def work(ticket: Ticket) -> None:
             ticket.result = call()
             ticket._reach(Milestone.CAPTURED)
