@@ -36,6 +36,8 @@ from flashkv.tickets import Client
 
 ENGINE: Final = "LMCache"
 OWN_PARAMS: Final = frozenset({"model", "revision", "kv_dtype"})
+QUEUE_DEPTH: Final = 16
+"""Blocks are a megabyte and more: more of them at once only arrive later, all together."""
 OPAQUE_REASON: Final = "native_plugin hands over bare buffers, without shape or dtype"
 
 Completion: TypeAlias = "tuple[int, bool, str, list[bool] | None]"
@@ -51,7 +53,8 @@ class FlashKVClient:
     """
 
     def __init__(self, **params: Any) -> None:
-        settings = StoreSettings.parse(params, ENGINE, others=OWN_PARAMS)
+        options = {"queue_depth": QUEUE_DEPTH, **(params.get("options") or {})}
+        settings = StoreSettings.parse({**params, "options": options}, ENGINE, others=OWN_PARAMS)
         identity = _identity(params, settings.salt)
         self._shared = SharedStore.acquire(settings, OPAQUE_GEOMETRY, engine=ENGINE)
         self._namespace = self._shared.namespace(identity)
@@ -111,7 +114,8 @@ class FlashKVClient:
             "events": dict(self._shared.events),
             "blocks": dict(self.counts),
         }
-        return own if store is None or store.closed else {**store.stats().as_dict(), **own}
+        open_store = store is not None and not store.closed
+        return {**own, "store": store.stats().as_dict() if store and open_store else None}
 
     # ---- on the store's lanes ----
 
