@@ -146,8 +146,10 @@ def same_layout(items: Sequence[Any]) -> tuple[ArrayInfo, NDArray[np.int64], lis
     for position, item in enumerate(items):
         if alike is not None and alike(item):
             buffer = ffi.from_buffer(item)
-            held.append(buffer)
             addresses[position] = int(ffi.cast(_ADDRESS, buffer))
+            # CPython's collector can't take a cycle apart in which a memoryview is something
+            # else's buffer: of those a second view is held.
+            held.append(memoryview(item) if type(item) is memoryview else buffer)
             continue
         info = array_info(item)
         if info[1:] != first[1:]:

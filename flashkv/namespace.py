@@ -363,9 +363,7 @@ class Namespace:
             )
         self._drop_places(places, other | small)
 
-    def _has_last_token(
-        self, row: int, keys: Keys, digests: NDArray[np.uint8], group: int
-    ) -> bool:
+    def _has_last_token(self, row: int, keys: Keys, digests: NDArray[np.uint8], group: int) -> bool:
         """Whether a block's record bears out how long the index says it is.
 
         A directory that says too much is damage, not an error of the caller's: the reader counts

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 from flashkv import checks
-from flashkv.errors import BatchResult, BusyError, ClosedError, OptionsError
+from flashkv.errors import BatchResult, BusyError, ClosedError, FlashKVError, OptionsError
 
 if TYPE_CHECKING:
     from flashkv.namespace import Namespace
@@ -110,6 +111,21 @@ class Lanes:
             if pool is not None:
                 pool.shutdown(wait=True)
         self._write = self._read = None
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """The error without the frames that it passed: they hold keys and memory, and its own ticket.
+
+    Where something unforeseen came from is told in a note (Python 3.11 and newer).
+    """
+    if not isinstance(error, FlashKVError) and hasattr(error, "add_note"):
+        error.add_note("In a thread of the store:\n" + "".join(traceback.format_exception(error)))
+    links: list[BaseException] = [error]
+    for link in links:
+        more = (link.__cause__, link.__context__)
+        links += [one for one in more if one is not None and one not in links]
+        link.__traceback__ = None
+    return error
 
 
 class Client:
@@ -217,7 +233,7 @@ class Client:
         try:
             work(ticket)
         except BaseException as caught:  # noqa: BLE001  (the ticket carries it to its owner)
-            error = caught
+            error = _without_frames(caught)
         self._lanes.finished()
         with self._lock:
             # Who waited for the ticket finds it in drain().

@@ -150,7 +150,10 @@ def _cached(name: str, revision: str | None) -> Path:
             value=name,
             advice="pip install huggingface_hub, or load the model from a folder",
         ) from error
-    found = try_to_load_from_cache(name, "config.json", revision=revision)
+    try:
+        found = try_to_load_from_cache(name, "config.json", revision=revision)
+    except ValueError:  # no name that the hub could know, as a path to nowhere
+        found = None
     if not isinstance(found, str):
         raise IdentityError(
             "the model is neither a folder nor in the hub's cache",

@@ -168,9 +168,7 @@ class FlashKVBackend(StoragePluginInterface):  # type: ignore[misc]
             for key, _ in todo:
                 del self._putting[key]
 
-    def _put(
-        self, todo: list[tuple[Any, Any]], on_complete: Callable[[Any], None] | None
-    ) -> None:
+    def _put(self, todo: list[tuple[Any, Any]], on_complete: Callable[[Any], None] | None) -> None:
         namespace = self._namespace
         assert namespace is not None
         by_tokens: dict[int, list[tuple[Any, Any]]] = {}

@@ -242,9 +242,7 @@ def _identity(params: dict[str, Any], salt: str) -> Identity:
     kv_dtype = str(params.get("kv_dtype", ""))
     model = params.get("model", "")
     if not model:
-        return Identity(
-            model="lmcache", kv_dtype=kv_dtype, geometry=OPAQUE_GEOMETRY, extras=extras
-        )
+        return Identity(model="lmcache", kv_dtype=kv_dtype, geometry=OPAQUE_GEOMETRY, extras=extras)
     checkpoint = Checkpoint.read(os.fspath(model), str(params.get("revision", "")) or None)
     return checkpoint.identity(
         OPAQUE_GEOMETRY, kv_dtype=kv_dtype, running={}, own={}, extras=extras
