@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,8 +91,11 @@ class Engine:
     def content(self, chunk: int) -> Any:
         """The bytes of a chunk, as any process makes them."""
         shape = self.metadata.get_shapes(self.tokens(chunk))[0]
-        count = int(np.prod(shape)) * self.dtype.itemsize
-        return np.random.default_rng(chunk).integers(0, 256, count, np.uint8)
+        count = int(np.prod(shape))
+        numbers = np.random.default_rng(chunk).standard_normal(count, np.float32)
+        if self.dtype is torch.uint8:
+            return (numbers * 16).astype(np.int8).view(np.uint8)
+        return torch.from_numpy(numbers).to(self.dtype).view(torch.uint8).numpy()
 
     def settle(self) -> None:
         deadline = time.monotonic() + 60
@@ -137,13 +141,13 @@ class Engine:
         backend, keys = self.backend, self.keys[:4]
         first = backend.batched_contains(keys, pin=True)
         again = backend.contains(keys[0], pin=True)
-        leases = backend.stats()["leases"]
+        leases = backend.stats()["store"]["leases"]
         kept = backend.remove(keys[0], force=False)
         for key in keys:
             backend.unpin(key)
         once = backend.remove(keys[0], force=False)
         backend.unpin(keys[0])
-        left = backend.stats()["leases"]
+        left = backend.stats()["store"]["leases"]
         gone = backend.remove(keys[0], force=False)
         return {
             "found": [first, again], "leases": [leases, left], "removed": [kept, once, gone],
@@ -167,8 +171,15 @@ def main() -> None:
         result["stats"] = engine.backend.stats()
     engine.manager.close()
     print("RESULT " + json.dumps(result), flush=True)
-    os._exit(0)  # LMCache's own threads don't end by themselves
 
 
 if __name__ == "__main__":
-    main()
+    status = 1
+    try:
+        main()
+        status = 0
+    except BaseException:  # noqa: BLE001  (said, and then ended)
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)  # LMCache's own threads don't end by themselves
