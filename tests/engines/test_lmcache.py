@@ -67,7 +67,7 @@ def bench(adapter: dict[str, Any], tmp_path: Path, *arguments: str) -> tuple[str
     )
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-6000:]
-    match = re.search(r"^\{.*^\}", done.stdout, re.S | re.M)
+    match = re.search(r"^\{.*^\}", done.stdout, re.DOTALL | re.MULTILINE)
     assert match, output[-6000:]
     sections = json.loads(match.group())["metrics"].values()
     return output, {one["operation"]: one for one in sections if "operation" in one}
