@@ -180,9 +180,8 @@ class FlashKVTier(SecondaryTierManager):  # type: ignore[misc]
 
     def submit_store(self, job_metadata: Any) -> None:
         """Queues a store; where too many are queued the job fails at once."""
-        keys = list(job_metadata.keys)
+        keys, chunks = _by_position(job_metadata)
         again = np.array([key in self._failed for key in keys], np.bool_)
-        chunks = np.array(job_metadata.chunk_ids)
         self._submit(self._stores, job_metadata, keys, lambda: self._put(keys, chunks, again))
 
     def submit_load(self, job_metadata: Any) -> None:
@@ -334,6 +333,19 @@ class FlashKVTier(SecondaryTierManager):  # type: ignore[misc]
             "blocks": dict(self._counts),
             "store": store.stats().as_dict() if store and open_store else None,
         }
+
+
+def _by_position(job: Any) -> tuple[list[bytes], NDArray[Any]]:
+    """(keys, chunks) of a store in the order of their tokens, as far as the request tells it: what
+    is read together lies together, and is reclaimed together.
+    """
+    keys, chunks = list(job.keys), np.array(job.chunk_ids)
+    place = getattr(job.req_context, "get_offload_key_position", lambda _: None)
+    ends: list[Any] = [place(key) for key in keys]
+    if None in ends:
+        return keys, chunks
+    order = np.argsort(np.array(ends), kind="stable")
+    return [keys[row] for row in order.tolist()], chunks[order]
 
 
 def _of_replica(settings: StoreSettings, spec: Any, given: dict[str, Any]) -> StoreSettings:

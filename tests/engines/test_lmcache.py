@@ -25,7 +25,7 @@ Scene = Callable[..., Any]
 
 @pytest.fixture
 def scene(run_engine: Callable[..., Any], store_path: Path) -> Scene:
-    """scene(action, **changes): what lmcache_storage.py says."""
+    """Runs lmcache_storage.py and gives what it says."""
 
     def run(action: str, *, environment: dict[str, str] | None = None, **changes: Any) -> Any:
         given = {"action": action, "path": str(store_path), "settings": {"options": OPTIONS}}
