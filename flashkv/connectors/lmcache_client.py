@@ -19,6 +19,7 @@ import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -27,6 +28,7 @@ from numpy.typing import NDArray
 from flashkv import limits
 from flashkv.connectors.checkpoint import Checkpoint
 from flashkv.connectors.opaque import OPAQUE_GEOMETRY, split
+from flashkv.connectors.padded import get_padded, padded_form, put_padded
 from flashkv.connectors.shared_store import SharedStore, StoreSettings
 from flashkv.connectors.storeless import StorelessClient
 from flashkv.errors import BlockStatus, FlashKVError, OptionsError
@@ -41,7 +43,6 @@ QUEUE_DEPTH: Final = 16
 OPAQUE_REASON: Final = "native_plugin hands over bare buffers, without shape or dtype"
 
 Completion: TypeAlias = "tuple[int, bool, str, list[bool] | None]"
-Rows: TypeAlias = "list[tuple[int, int, list[int]]]"  # (group, tokens, rows) of each size
 
 
 class FlashKVClient:
@@ -58,9 +59,11 @@ class FlashKVClient:
         identity = _identity(params, settings.salt)
         self._shared = SharedStore.acquire(settings, OPAQUE_GEOMETRY, engine=ENGINE)
         self._namespace = self._shared.namespace(identity)
+        padded = replace(identity, extras={**identity.extras, "form": "padded"})
+        self._padded = self._shared.namespace(padded)
         store = self._shared.store
         self._client: Client | StorelessClient = (
-            StorelessClient() if store is None or self._namespace is None else store.client()
+            StorelessClient() if store is None or self._padded is None else store.client()
         )
         self._lock = threading.Lock()
         self._refused: deque[Completion] = deque()
@@ -132,14 +135,22 @@ class FlashKVClient:
                 return -self._refusals
 
     def _get(self, keys: Sequence[str], buffers: Sequence[Any]) -> tuple[bool, list[bool]]:
-        namespace = self._namespace
-        if namespace is None or not len(keys):
+        if self._namespace is None or self._padded is None or not len(keys):
             return True, [False] * len(keys)
         packed = _encoded(keys)
         loaded = np.zeros(len(keys), np.bool_)
-        for group, tokens, rows in self._by_size(buffers, "get")[0]:
-            some = _pick(packed, rows)
-            result = namespace.get(some, _pick(buffers, rows), group=group, tokens=tokens)
+        for size, rows in _by_size(buffers).items():
+            some, memory, form = _pick(packed, rows), _pick(buffers, rows), split(size)
+            namespace = self._namespace
+            if form is not None:
+                result = namespace.get(some, memory, group=form[0], tokens=form[1])
+            else:
+                padded = padded_form(size)
+                if padded is None:
+                    self._shared.note("get_size", f"there are no blocks of {size} bytes")
+                    continue
+                namespace = self._padded
+                result = get_padded(namespace, some, memory, padded)
             self._shared.note_statuses("get", result)
             loaded[rows] = result.ok
             if not result.all_ok:
@@ -160,51 +171,53 @@ class FlashKVClient:
             namespace.delete([missed[row] for row in found])
 
     def _set(self, keys: Sequence[str], buffers: Sequence[Any]) -> tuple[bool, None]:
-        namespace = self._namespace
-        if namespace is None:
+        if self._namespace is None or self._padded is None:
             return False, None
-        if not len(keys):
-            return True, None
-        packed = _encoded(keys)
-        sizes, refused = self._by_size(buffers, "set")
+        packed = _encoded(keys) if len(keys) else []
         stored = 0
-        for group, tokens, rows in sizes:
-            result = namespace.put(
-                _pick(packed, rows), _pick(buffers, rows), group=group, tokens=tokens
-            )
+        for size, rows in _by_size(buffers).items():
+            some, memory, form = _pick(packed, rows), _pick(buffers, rows), split(size)
+            if form is not None:
+                result = self._namespace.put(some, memory, group=form[0], tokens=form[1])
+            else:
+                padded = padded_form(size)
+                if padded is None:
+                    self._shared.note("set_size", f"blocks of {size} bytes can't be stored")
+                    continue
+                result = put_padded(self._padded, some, memory, padded)
             self._shared.note_statuses("set", result)
             stored += len(rows) - int(result.lost.sum())
         self.counts["stored"] += stored
-        return stored == len(keys) and not refused, None
+        return stored == len(keys), None
 
     def _exists(self, keys: Sequence[str]) -> tuple[bool, list[bool]]:
-        if self._namespace is None or not len(keys):
+        if self._namespace is None or self._padded is None or not len(keys):
             return True, [False] * len(keys)
-        return True, self._namespace.contains(_encoded(keys)).tolist()
+        packed = _encoded(keys)
+        found = self._namespace.contains(packed)
+        if not found.all():
+            found |= self._padded.contains(packed)
+        return True, found.tolist()
 
     def _delete(self, keys: Sequence[str]) -> tuple[bool, list[bool]]:
-        if self._namespace is None or not len(keys):
+        if self._namespace is None or self._padded is None or not len(keys):
             return True, [False] * len(keys)
-        return True, self._namespace.delete(_encoded(keys)).ok.tolist()
+        packed = _encoded(keys)
+        gone = self._namespace.delete(packed).ok
+        if self._padded.contains(packed).any():
+            gone |= self._padded.delete(packed).ok
+        return True, gone.tolist()
 
-    def _by_size(self, buffers: Sequence[Any], call: str) -> tuple[Rows, int]:
-        """(rows of each size, rows of sizes that can't be stored)."""
-        lengths = [buffer.nbytes for buffer in buffers]
-        rows_of: dict[int, list[int]] = {}
-        if len(set(lengths)) == 1:
-            rows_of[lengths[0]] = list(range(len(lengths)))
-        else:
-            for row, length in enumerate(lengths):
-                rows_of.setdefault(length, []).append(row)
-        sizes, refused = [], 0
-        for length, rows in rows_of.items():
-            form = split(length)
-            if form is None:
-                refused += len(rows)
-                self._shared.note(f"{call}_size", f"blocks of {length} bytes can't be stored")
-            else:
-                sizes.append((*form, rows))
-        return sizes, refused
+
+def _by_size(buffers: Sequence[Any]) -> dict[int, list[int]]:
+    """Rows of each size in bytes."""
+    lengths = [buffer.nbytes for buffer in buffers]
+    if len(set(lengths)) == 1:
+        return {lengths[0]: list(range(len(lengths)))}
+    rows: dict[int, list[int]] = {}
+    for row, length in enumerate(lengths):
+        rows.setdefault(length, []).append(row)
+    return rows
 
 
 def _completion(ticket: Any) -> Completion:

@@ -124,14 +124,55 @@ def test_another_size_is_a_miss_and_makes_room(client: FlashKVClient) -> None:
     assert same(memory, blocks(2, 2 * SIZE))
 
 
-def test_sizes_that_no_unit_fits_are_refused(client: FlashKVClient) -> None:
-    odd = 1025 * 1024  # an odd part of 1,025
-    keys = names(2)
-    ((ok, error, _),) = wait(client, client.submit_batch_set(keys, [*blocks(1, odd), *blocks(1)]))
+ODD = [1, 7, 15, 24, 1025 * 16, 4097, 1025 * 512 + 3, 99_999]
+
+
+def test_sizes_that_no_unit_fits_are_padded(store_path: Path) -> None:
+    client = make(store_path)
+    keys, data = names(len(ODD)), [blocks(1, size, size)[0] for size in ODD]
+    assert all(split(size) is None for size in ODD)
+    store_all(client, keys, data)
+    assert wait(client, client.submit_batch_exists(keys)) == [(True, "", [True] * len(ODD))]
+    client.close()
+    client = make(store_path)
+    memory = [memoryview(bytearray(size)) for size in ODD]
+    assert wait(client, client.submit_batch_get(keys, memory))[0][2] == [True] * len(ODD)
+    assert same(memory, data)
+    assert client.stats()["events"] == {}
+    deleted = wait(client, client.submit_batch_delete([*keys, "other"]))
+    assert deleted == [(True, "", [True] * len(ODD) + [False])]
+    assert wait(client, client.submit_batch_get(keys, memory))[0][2] == [False] * len(ODD)
+    client.close()
+
+
+@pytest.mark.parametrize("other", [1025 * 16 - 1, 1025 * 16 + 1, 1024 * 16, 1026 * 16])
+def test_another_odd_size_is_a_miss(client: FlashKVClient, other: int) -> None:
+    size = 1025 * 16
+    store_all(client, names(2), blocks(2, size))
+    assert load(client, names(2), other)[0] == [False, False]
+    store_all(client, names(2), blocks(2, other))
+    results, memory = load(client, names(2), other)
+    assert results == [True, True]
+    assert same(memory, blocks(2, other))
+
+
+def test_padded_blocks_stay_within_their_buffers(client: FlashKVClient) -> None:
+    for size in ODD:
+        store_all(client, names(1, size), blocks(1, size, size))
+        guarded = np.full(size + 64, 0xA5, np.uint8)
+        memory = memoryview(guarded)[32 : 32 + size]
+        assert wait(client, client.submit_batch_get(names(1, size), [memory]))[0][2] == [True]
+        assert bytes(memory) == bytes(blocks(1, size, size)[0])
+        assert (guarded[:32] == 0xA5).all()
+        assert (guarded[-32:] == 0xA5).all()
+
+
+def test_no_bytes_are_no_block(client: FlashKVClient) -> None:
+    empty_one = [memoryview(b"")]
+    ((ok, error, _),) = wait(client, client.submit_batch_set(names(1), empty_one))
     assert not ok
     assert "not all" in error
-    assert load(client, keys[:1], odd)[0] == [False]
-    assert load(client, keys[1:])[0] == [True]
+    assert wait(client, client.submit_batch_get(names(1), empty_one))[0][2] == [False]
     assert client.stats()["events"] == {"set_size": 1, "get_size": 1}
 
 
