@@ -140,6 +140,8 @@ class FlashKVBackend(StoragePluginInterface):  # type: ignore[misc]
         with self._lock:
             todo = [(k, o) for k, o in zip(keys, objs, strict=True) if k not in self._putting]
             self._putting.update(key for key, _ in todo)
+        if not todo:
+            return None
         done: Future[None] = Future()
         for _, memory_object in todo:
             memory_object.ref_count_up()

@@ -107,6 +107,24 @@ def _options() -> flashkv.Options:
 # ---- in-process, through StorageManager ----
 
 
+def test_the_example(store_path: Path, tmp_path: Path) -> None:
+    python = ENVIRONMENTS / "lmcache" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("no environment for lmcache here: ./run test-engines makes it")
+    done = subprocess.run(
+        [str(python), str(ROOT / "examples" / "lmcache_storage.py"), str(store_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "LMCACHE_TRACK_USAGE": "false"},
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    restored = re.findall(r"(\d+) of 2048 tokens restored", done.stdout)
+    assert restored == ["0", "2048"]
+
+
 @pytest.mark.parametrize(
     "form",
     [
