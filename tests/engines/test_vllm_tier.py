@@ -30,6 +30,38 @@ def vllm(run_engine: Callable[..., Any], tiny_model: Path, prompt: list[int]) ->
     return run
 
 
+@pytest.fixture(scope="session")
+def hybrid_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Gemma 3: layers of sliding windows and of full attention, two KV groups in vLLM."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForCausalLM(
+        transformers.Gemma3TextConfig(
+            vocab_size=512,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=4096,
+            sliding_window=256,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=0,
+            tie_word_embeddings=False,
+        )
+    )
+    for weight in model.parameters():
+        if weight.ndim == 2:
+            torch.nn.init.normal_(weight, std=0.05)
+    folder = tmp_path_factory.mktemp("model") / "tiny-gemma3"
+    model.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
 def alone(vllm: Vllm, prompt: list[int], tmp_path_factory: pytest.TempPathFactory) -> list[int]:
     """The greedy tokens of vLLM without flashkv, computed once a session."""
@@ -109,6 +141,24 @@ def test_chunks_too_long_for_a_block_are_opaque(
     assert "1152 tokens" in first["report"]["opaque_reason"]
     second = vllm(store_path, **run)
     assert second["rounds"] == [{"tokens": [alone], "cached": [1152]}]
+
+
+def test_groups_of_a_hybrid_model(
+    run_engine: Callable[..., Any], hybrid_model: Path, prompt: list[int], store_path: Path
+) -> None:
+    """Full attention needs all chunks, a sliding window the last ones; rows are opaque."""
+    run = {"prompts": [prompt], "chunk": ROW, "store": None}
+    alone = run_engine("vllm", "vllm_tier_run.py", hybrid_model, json.dumps(run))
+    run["store"] = str(store_path)
+    run["engine"] = {"disable_hybrid_kv_cache_manager": False}
+    first = run_engine("vllm", "vllm_tier_run.py", hybrid_model, json.dumps(run))
+    assert "2 KV groups" in first["report"]["opaque_reason"]
+    second = run_engine("vllm", "vllm_tier_run.py", hybrid_model, json.dumps(run))
+    tokens = alone["rounds"][0]["tokens"]
+    assert len(set(tokens[0])) > 6, "the text must depend on the context"
+    assert first["rounds"] == [{"tokens": tokens, "cached": [0]}]
+    assert second["rounds"] == [{"tokens": tokens, "cached": [whole(1500)]}]
+    assert second["report"]["blocks"]["loaded"] > whole(1500) // ROW, "of both groups"
 
 
 def test_damage_is_computed_again(vllm: Vllm, alone: list[int], store_path: Path) -> None:
