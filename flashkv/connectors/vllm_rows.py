@@ -40,12 +40,14 @@ from flashkv.native import ffi
 ORDERS: Final = {
     ("LBHNC", "joined"): "layer head token plane",
     ("LBNHC", "joined"): "layer token head plane",
-    ("LBHNC", "slots"): "layer plane token head",
-    ("LBNHC", "slots"): "layer token plane head",
     ("LBHNC", "latent"): "layer head token plane",
     ("LBNHC", "latent"): "layer token head plane",
 }
-"""Axes of a layer's page, by vLLM's name of the cache's order and the content of a head slot."""
+"""Axes of a layer's page, by vLLM's name of the cache's order and the content of a head slot.
+
+On CPUs a page of a head is its keys, then its values, in an order of the kernel. That is taken for
+"joined" here: rows come back bit for bit all the same, and meet no others (see row_identity).
+"""
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,15 @@ def _opaque_layout(spec: Any, row_bytes: int, reason: str) -> PagedLayout:
     block_tokens = int(spec.config.groups[0].tokens_per_block)
     names = tuple(name for group in spec.config.groups for name in group.layer_names)
     geometry = KVGeometry.opaque(row_bytes)
-    return PagedLayout(geometry, names, block_tokens, block_tokens, "opaque", 1, (), reason)
+    return PagedLayout(
+        geometry=geometry,
+        layers=names,
+        block_tokens=block_tokens,
+        granule=block_tokens,
+        form="opaque",
+        heads=1,
+        reason=reason,
+    )
 
 
 # ---- whose rows they are ----
