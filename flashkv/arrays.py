@@ -146,8 +146,10 @@ def same_layout(items: Sequence[Any]) -> tuple[ArrayInfo, NDArray[np.int64], lis
     for position, item in enumerate(items):
         if alike is not None and alike(item):
             buffer = ffi.from_buffer(item)
-            held.append(buffer)
             addresses[position] = int(ffi.cast(_ADDRESS, buffer))
+            # CPython's collector can't take a cycle apart in which a memoryview is something
+            # else's buffer: of those a second view is held.
+            held.append(memoryview(item) if type(item) is memoryview else buffer)
             continue
         info = array_info(item)
         if info[1:] != first[1:]:
@@ -166,6 +168,14 @@ def _likeness(first: Any) -> Callable[[Any], bool] | None:
     if kind in (bytes, bytearray):
         size = len(first)
         return lambda item: type(item) is kind and len(item) == size
+    if kind is memoryview and first.ndim == 1 and first.c_contiguous:
+        span, writes = first.nbytes, not first.readonly
+        return lambda item: (
+            type(item) is memoryview
+            and item.nbytes == span
+            and item.c_contiguous
+            and item.readonly is not writes
+        )
     if kind is np.ndarray and first.dtype.isbuiltin == 1 and first.flags.c_contiguous:
         shape, strides, dtype = first.shape, first.strides, first.dtype
         writable = first.flags.writeable

@@ -80,6 +80,16 @@ class Namespace:
         self._store.check_open()
         return self._has(key)
 
+    def lengths(self, keys: KeyBatch) -> NDArray[np.uint16]:
+        """Tokens of each block as it is stored; 0: not present. To give memory of the right size.
+
+        Uint16[N]. As contains(), a promise only under a lease.
+        """
+        self._store.check_open()
+        places = self._store.index.lookup(Keys.pack(keys).digests(self._space))
+        tokens: NDArray[np.uint16] = np.where(places["record"] == NONE, 0, places["tokens"])
+        return tokens.astype(np.uint16)
+
     def match(self, keys: KeyBatch, *, lease_ms: int | None = None) -> Match:
         """How many leading keys are present.
 
@@ -353,9 +363,7 @@ class Namespace:
             )
         self._drop_places(places, other | small)
 
-    def _has_last_token(
-        self, row: int, keys: Keys, digests: NDArray[np.uint8], group: int
-    ) -> bool:
+    def _has_last_token(self, row: int, keys: Keys, digests: NDArray[np.uint8], group: int) -> bool:
         """Whether a block's record bears out how long the index says it is.
 
         A directory that says too much is damage, not an error of the caller's: the reader counts

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 from flashkv import checks
-from flashkv.errors import BatchResult, BusyError, ClosedError, OptionsError
+from flashkv.errors import BatchResult, BusyError, ClosedError, FlashKVError, OptionsError
 
 if TYPE_CHECKING:
     from flashkv.namespace import Namespace
@@ -112,6 +113,21 @@ class Lanes:
         self._write = self._read = None
 
 
+def _without_frames(error: BaseException) -> BaseException:
+    """The error without the frames that it passed: they hold keys and memory, and its own ticket.
+
+    Where something unforeseen came from is told in a note (Python 3.11 and newer).
+    """
+    if not isinstance(error, FlashKVError) and hasattr(error, "add_note"):
+        error.add_note("In a thread of the store:\n" + "".join(traceback.format_exception(error)))
+    links: list[BaseException] = [error]
+    for link in links:
+        more = (link.__cause__, link.__context__)
+        links += [one for one in more if one is not None and one not in links]
+        link.__traceback__ = None
+    return error
+
+
 class Client:
     """Submits operations and collects their tickets. Safe for all threads."""
 
@@ -169,17 +185,22 @@ class Client:
 
     def submit_get(self, namespace: Namespace, keys: Any, out: Any, **options: Any) -> Ticket:
         """As Namespace.get. Raises BusyError at the ticket limit."""
-        return self._simple("get", lambda: namespace.get(keys, out, **options), write=False)
+        return self.submit("get", lambda: namespace.get(keys, out, **options), write=False)
 
     def submit_contains(self, namespace: Namespace, keys: Any) -> Ticket:
         """As Namespace.contains. Raises BusyError at the ticket limit."""
-        return self._simple("contains", lambda: namespace.contains(keys), write=False)
+        return self.submit("contains", lambda: namespace.contains(keys), write=False)
 
     def submit_delete(self, namespace: Namespace, keys: Any) -> Ticket:
         """As Namespace.delete. Raises BusyError at the ticket limit."""
-        return self._simple("delete", lambda: namespace.delete(keys), write=True)
+        return self.submit("delete", lambda: namespace.delete(keys), write=True)
 
-    def _simple(self, kind: str, call: Callable[[], Any], *, write: bool) -> Ticket:
+    def submit(self, kind: str, call: Callable[[], Any], *, write: bool) -> Ticket:
+        """Any call on a lane, as one ticket: several batches that belong together, say.
+
+        Ticket.result is what it returns. Raises BusyError at the ticket limit.
+        """
+
         def work(ticket: Ticket) -> None:
             ticket.result = call()
             ticket._reach(Milestone.CAPTURED)
@@ -212,7 +233,7 @@ class Client:
         try:
             work(ticket)
         except BaseException as caught:  # noqa: BLE001  (the ticket carries it to its owner)
-            error = caught
+            error = _without_frames(caught)
         self._lanes.finished()
         with self._lock:
             # Who waited for the ticket finds it in drain().

@@ -29,6 +29,7 @@ from flashkv import (
     BlockStatus,
     KVGeometry,
     MemoryView,
+    MemoryViewError,
     Namespace,
     Pointers,
     Regions,
@@ -384,3 +385,38 @@ def test_groups(store_path: Path) -> None:
         ns = store.namespace(IDENTITY)
         assert ns.get(KEYS[4:8], out, group="latent").counts() in ({"OK": 4}, {"MISS": 4})
         check_rest(store)
+
+
+# ---- lengths, and lists of buffers ---------------------------------------------------------------
+
+
+def test_lengths_are_those_stored(ns: Namespace) -> None:
+    put_all(ns, KIND, KEYS[:4])
+    whole = int(ns.lengths(KEYS[:1])[0])
+    short = np.ascontiguousarray(KIND.blocks(KEYS[4:5], [0])[..., : whole // 2, :])
+    assert ns.put(KEYS[4:5], short).all_ok
+    lengths = ns.lengths([*KEYS[:5], b"other"])
+    assert lengths.tolist() == [whole] * 4 + [whole // 2, 0]
+    assert lengths.dtype == np.uint16
+    ns.delete(KEYS[:1])
+    assert ns.lengths(KEYS[:1]).tolist() == [0]
+    assert ns.lengths([]).tolist() == []
+
+
+def test_lists_of_memoryviews(ns: Namespace) -> None:
+    blocks = KIND.blocks(KEYS[:4], [0] * 4)
+    assert ns.put(KEYS[:4], [memoryview(block.tobytes()) for block in blocks]).all_ok
+    memory = [bytearray(block.nbytes) for block in blocks]
+    assert ns.get(KEYS[:4], [memoryview(one) for one in memory]).all_ok
+    assert [bytes(one) for one in memory] == [block.tobytes() for block in blocks]
+    size = blocks[0].nbytes
+    for wrong in (
+        [memoryview(bytearray(size)), memoryview(bytearray(size + 1))],
+        [memoryview(bytearray(size)), memoryview(bytes(size))],
+        [memoryview(bytearray(size)), memoryview(bytearray(2 * size))[::2]],
+    ):
+        with pytest.raises(MemoryViewError):
+            ns.get(KEYS[:2], wrong)
+    one = memoryview(bytearray(size))
+    with pytest.raises(MemoryViewError, match="overlapping"):
+        ns.get(KEYS[:2], [one, one])

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import select
+import sys
 import threading
-from collections.abc import Iterator
+import time
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ from flashkv import (
     BusyError,
     ClosedError,
     DurabilityError,
+    MemoryViewError,
     Milestone,
     Namespace,
     ReadOnlyStoreError,
@@ -323,3 +328,65 @@ def test_client_in_a_forked_child(store_path: Path) -> None:
         store_path,
     )
     assert "fine" in said
+
+
+def test_a_failed_ticket_holds_no_memory(store: Store, ns: Namespace) -> None:
+    """Not even in cycles, until the collector comes."""
+
+    class Memory(np.ndarray):
+        pass
+
+    memory = np.zeros(8, np.uint8).view(Memory)
+    gone = weakref.ref(memory)
+    gc.disable()
+    try:
+        with store.client() as client:
+            ticket = client.submit_get(ns, keys_of(1), memory)
+            del memory
+            assert ticket.wait(20_000)
+            assert isinstance(ticket.error, MemoryViewError)
+            client.drain()
+            wait_for(lambda: gone() is None)
+    finally:
+        gc.enable()
+
+
+def test_buffers_of_a_failed_ticket_survive_the_collector(store: Store, ns: Namespace) -> None:
+    """CPython crashes where a memoryview in a cycle is something else's buffer."""
+    with store.client() as client:
+        for _ in range(20):
+            ticket = client.submit_get(ns, keys_of(1), [memoryview(bytes(4096))])
+            assert ticket.wait(20_000)
+            assert ticket.error is not None
+            error = ticket.error
+            error.cycle = [error, ticket]  # type: ignore[attr-defined]
+            client.drain()
+            del ticket, error
+            gc.collect()
+
+
+def wait_for(done: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """A thread's last frames may end a little after what it told."""
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_any_call_is_a_ticket(store: Store, ns: Namespace) -> None:
+    keys = keys_of(4)
+    with store.client() as client:
+        put = client.submit("put", lambda: ns.put(keys, KIND.blocks(keys, [0] * 4)), write=True)
+        assert put.wait(20_000)
+        assert put.result.all_ok
+        assert put.milestone == Milestone.CAPTURED
+        both = client.submit("both", lambda: (ns.contains(keys), ns.match(keys)), write=False)
+        assert both.wait(20_000)
+        assert both.result[0].all()
+        assert both.result[1].count == 4
+        wrong = client.submit("wrong", lambda: 1 // 0, write=False)
+        assert wrong.wait(20_000)
+        assert isinstance(wrong.error, ZeroDivisionError)
+        if sys.version_info >= (3, 11):
+            assert "test_tickets.py" in wrong.error.__notes__[0]
+        assert [ticket.kind for ticket in client.drain()] == ["put", "both", "wrong"]
