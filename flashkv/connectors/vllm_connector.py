@@ -20,26 +20,29 @@ from __future__ import annotations
 import atexit
 import logging
 import weakref
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from flashkv.connectors.engines import check_fields, check_methods, engine_imports
-from flashkv.connectors.shared_store import SharedStore, StoreSettings
-from flashkv.connectors.vllm_model import PagedLayout, model_identity, own_config, paged_layout
-from flashkv.connectors.vllm_plan import Plan
-from flashkv.connectors.vllm_scheduler import SchedulerSide, StoreLookup
+from flashkv.connectors.shared_store import SharedStore
+from flashkv.connectors.vllm_cpu import kernel_form
+from flashkv.connectors.vllm_plan import Heard, Plan
+from flashkv.connectors.vllm_ranks import SnapshotLookup
+from flashkv.connectors.vllm_scheduler import Lookup, SchedulerSide, StoreLookup
+from flashkv.connectors.vllm_setup import Setup
 from flashkv.connectors.vllm_worker import WorkerSide
-from flashkv.errors import OptionsError
-from flashkv.namespace import Namespace
 
 with engine_imports("vllm"):
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,
+        KVConnectorHandshakeMetadata,
         KVConnectorMetadata,
         KVConnectorRole,
+        KVConnectorWorkerMetadata,
     )
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+    from vllm.platforms import current_platform
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
     from vllm.v1.outputs import KVConnectorOutput
@@ -64,6 +67,9 @@ with engine_imports("vllm"):
             "build_connector_meta": ("scheduler_output",),
             "update_connector_output": ("connector_output",),
             "request_finished": ("request", "block_ids"),
+            "build_connector_worker_meta": (),
+            "get_handshake_metadata": (),
+            "set_xfer_handshake_metadata": ("metadata",),
             "shutdown": (),
         },
     )
@@ -82,12 +88,24 @@ with engine_imports("vllm"):
 
 log = logging.getLogger(__name__)
 
-LOADS: Final = ("auto", "layerwise", "between_steps")
-SETTINGS: Final = frozenset({"loads", "layer_groups"})
-
 
 class FlashKVMetadata(Plan, KVConnectorMetadata):  # type: ignore[misc]
     """A step's plan, as vLLM hands it from the scheduler to the workers."""
+
+
+class FlashKVWorkerMetadata(Heard, KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What a worker in a process of its own tells after a step."""
+
+    def aggregate(self, other: Any) -> FlashKVWorkerMetadata:
+        self.add(other)
+        return self
+
+
+@dataclass
+class FlashKVHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """Whether a worker in a process of its own has its store."""
+
+    has_store: bool
 
 
 class FlashKVStats(KVConnectorStats):  # type: ignore[misc]
@@ -110,79 +128,6 @@ class FlashKVStats(KVConnectorStats):  # type: ignore[misc]
         return not self.data
 
 
-@dataclass(frozen=True)
-class Setup:
-    """What both halves are made of. namespace: None without a store."""
-
-    settings: StoreSettings
-    layout: PagedLayout
-    shared: SharedStore
-    namespace: Namespace | None
-    between: bool
-    layer_groups: int
-
-    @classmethod
-    def of(cls, vllm_config: Any, kv_cache_config: Any) -> Setup:
-        """Raises FlashKVError for what an operator must change."""
-        given: Mapping[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
-        settings = StoreSettings.parse(given, "vLLM", others=SETTINGS)
-        _check_policy(vllm_config)
-        layout = paged_layout(vllm_config, kv_cache_config)
-        if layout.reason:
-            log.warning("flashkv stores vLLM's blocks as opaque bytes: %s", layout.reason)
-        identity = model_identity(vllm_config, layout, own_config(vllm_config.model_config))
-        between = _between(given.get("loads", "auto"), vllm_config)
-        layer_groups = given.get("layer_groups", 0)
-        if not isinstance(layer_groups, int) or not 0 <= layer_groups <= len(layout.layers):
-            raise OptionsError(
-                "layer_groups is out of range",
-                value=repr(layer_groups),
-                limit=f"0 (by size) to {len(layout.layers)}",
-            )
-        shared = SharedStore.acquire(settings, layout.geometry, engine="vLLM")
-        return cls(settings, layout, shared, shared.namespace(identity), between, layer_groups)
-
-
-def _check_policy(vllm_config: Any) -> None:
-    policy = vllm_config.kv_transfer_config.kv_load_failure_policy
-    if policy != "recompute":
-        raise OptionsError(
-            "with this policy vLLM fails requests whose blocks can't be loaded",
-            value=f"kv_load_failure_policy={policy!r}",
-            advice='set kv_load_failure_policy="recompute"',
-        )
-    parallel = vllm_config.parallel_config
-    if parallel.world_size > 1 or parallel.distributed_executor_backend != "uni":
-        raise OptionsError(
-            "vLLM's workers are processes of their own",
-            value=f"{parallel.distributed_executor_backend}, {parallel.world_size} workers",
-            limit='distributed_executor_backend="uni"',
-        )
-
-
-def _between(loads: object, vllm_config: Any) -> bool:
-    """Whether loads run between steps.
-
-    Layer by layer they may fail in the midst of a step; vLLM takes back what it computed then only
-    where it schedules one step at a time and prompts in their order.
-    """
-    if loads not in LOADS:
-        raise OptionsError("there is no such way of loading", value=repr(loads), limit=LOADS)
-    scheduler = vllm_config.scheduler_config
-    why = ""
-    if scheduler.async_scheduling:
-        why = "async_scheduling"
-    elif scheduler.long_prefill_token_threshold > 0:
-        why = "long_prefill_token_threshold"
-    if loads == "layerwise" and why:
-        raise OptionsError(
-            "layer by layer is no way of loading with the scheduler as it is set",
-            value=why,
-            advice='set "loads": "auto", or switch it off',
-        )
-    return loads == "between_steps" or bool(why)
-
-
 class FlashKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """vLLM's face of flashkv. One is the scheduler's, one the worker's; see `role`."""
 
@@ -190,25 +135,51 @@ class FlashKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        setup = Setup.of(vllm_config, kv_cache_config)
-        self._setup = setup
+        form = kernel_form if current_platform.is_cpu() else None
+        self._setup = Setup.of(vllm_config, kv_cache_config, form)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        transfer = vllm_config.kv_transfer_config
+        self._shared: SharedStore | None = None
+        self._snapshot: SnapshotLookup | None = None
         if role == KVConnectorRole.WORKER:
-            self._worker = WorkerSide(
-                setup.shared, setup.namespace, setup.layout, layer_groups=setup.layer_groups
-            )
-        elif setup.namespace is not None:
-            self._scheduler = SchedulerSide(
-                StoreLookup(setup.namespace),
-                setup.layout,
-                salt=setup.settings.salt,
-                between=setup.between,
-                loads=transfer.is_kv_consumer,
-                saves=transfer.is_kv_producer,
-            )
+            self._start_worker()
+        else:
+            self._start_scheduler(vllm_config.kv_transfer_config)
         _close_at_exit(self)
+
+    def _start_worker(self) -> None:
+        setup = self._setup
+        rank = int(get_tensor_model_parallel_rank())
+        self._shared, namespace = setup.acquire(rank)
+        if setup.layout.reason:
+            log.warning("flashkv stores vLLM's blocks as opaque bytes: %s", setup.layout.reason)
+        self._worker = WorkerSide(
+            self._shared,
+            namespace,
+            setup.layout,
+            layer_groups=setup.layer_groups,
+            tells_as=rank if setup.ranks.apart else None,
+        )
+
+    def _start_scheduler(self, transfer: Any) -> None:
+        setup = self._setup
+        lookup: Lookup
+        if setup.ranks.apart:
+            digest = setup.identity.digest()
+            lookup = self._snapshot = SnapshotLookup(digest, setup.ranks.size)
+        else:
+            self._shared, namespace = setup.acquire(0)
+            if namespace is None:
+                return
+            lookup = StoreLookup(namespace)
+        self._scheduler = SchedulerSide(
+            lookup,
+            setup.layout,
+            salt=setup.settings.salt,
+            between=setup.between,
+            loads=transfer.is_kv_consumer,
+            saves=transfer.is_kv_producer,
+        )
 
     # ---- both ----
 
@@ -223,23 +194,26 @@ class FlashKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def report(self) -> dict[str, Any]:
         """What this half has done so far, and how: for operators and tests."""
-        side = self._scheduler or self._worker
+        side, shared = self._scheduler or self._worker, self._shared
         return {
-            "store": self._setup.shared.store is not None,
-            "reason": self._setup.shared.reason,
+            "store": shared is not None and shared.store is not None,
+            "reason": shared.reason if shared is not None else "",
             "layout": self._setup.layout.form,
             "opaque_because": self._setup.layout.reason,
             "loads": "between_steps" if self._setup.between else "layerwise",
-            "events": dict(self._setup.shared.events),
+            "events": dict(shared.events) if shared is not None else {},
             "counts": dict(side.counts) if side is not None else {},
         }
 
     def shutdown(self) -> None:
         if self._scheduler is not None:
             self._scheduler.close()
+        if self._snapshot is not None:
+            self._snapshot.close()
         if self._worker is not None:
             self._worker.close()
-        self._setup.shared.release()
+        if self._shared is not None:
+            self._shared.release()
 
     # ---- the worker's ----
 
@@ -280,6 +254,15 @@ class FlashKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         assert self._worker is not None
         return self._worker.failed_blocks()
 
+    def build_connector_worker_meta(self) -> Any:
+        heard = self._worker.heard() if self._worker is not None else None
+        return None if heard is None else FlashKVWorkerMetadata(heard.stored, heard.lost)
+
+    def get_handshake_metadata(self) -> Any:
+        if self._worker is None or not self._setup.ranks.apart:
+            return None
+        return FlashKVHandshake(self._shared is not None and self._shared.store is not None)
+
     def get_kv_connector_stats(self) -> Any:
         if self._worker is None:
             return None
@@ -291,6 +274,18 @@ class FlashKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return FlashKVStats(data=data or {})
 
     # ---- the scheduler's ----
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        """All workers have begun, in processes of their own: what their stores hold is known now.
+
+        Where one is without its store, nothing is ever found.
+        """
+        setup = self._setup
+        if self._snapshot is None:
+            return
+        usable = [told.has_store for told in metadata.values()]
+        if len(usable) == setup.ranks.size and all(usable):
+            self._snapshot.open(setup.settings, setup.ranks, setup.layout, setup.identity)
 
     def on_new_request(self, request: Any) -> None:
         if self._scheduler is not None:

@@ -8,13 +8,16 @@ Invariants
   - vLLM is only imported where its own configuration of the checkpoint is asked for.
 
 Since 0.32 every attention backend's cache of a layer is one tensor [page, head, token, content] in
-some order of strides; content is K and V side by side, or a latent with its rotary key.
+some order of strides; content is K and V side by side, or a latent with its rotary key. A backend
+that packs it otherwise says so in the layer's spec, except on CPUs: there a page of a head is its
+keys, then its values, and the kernels keep keys in an order of their own. What that is here is
+asked of the kernel itself.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -43,8 +46,9 @@ class PagedLayout:
     layers        vLLM's names, in the order of the geometry's layers.
     block_tokens  tokens of vLLM's block: what it allocates and reports as failed.
     granule       tokens of a flashkv block.
-    form          "joined": content is K and V; "slots": they are two head slots, content is all
-                  heads; "latent": content is latent and rotary key; "opaque": bytes.
+    form          "joined": content is K and V; "latent": latent and rotary key; "split": a page of
+                  a head is K, then V; "transposed": so, and K with its tokens innermost;
+                  "opaque": bytes.
     heads, dims   KV heads of this rank; elements of the vectors in the content.
     reason        why it is opaque.
     """
@@ -62,14 +66,23 @@ class PagedLayout:
         """Of blocks of so many tokens in pages of so many."""
         if self.form == "opaque":
             return MemoryView(regions=("layer",))
-        order = "layer plane token head" if self.form == "slots" else "layer head token plane"
+        split = self.form in ("split", "transposed")
         return MemoryView(
-            order, regions=("layer",), block_tokens=tokens, page_tokens=min(page_tokens, tokens)
+            "layer plane head token" if split else "layer head token plane",
+            regions=("layer", "plane") if split else ("layer",),
+            block_tokens=tokens,
+            page_tokens=min(page_tokens, tokens),
         )
 
 
-def paged_layout(vllm_config: Any, kv_cache_config: Any) -> PagedLayout:
-    """The layout of the KV of this rank. Raises UnsupportedSetupError, GeometryError."""
+def paged_layout(
+    vllm_config: Any, kv_cache_config: Any, kernel_form: Callable[[Any, str], str] | None = None
+) -> PagedLayout:
+    """The layout of the KV of this rank.
+
+    kernel_form: form of a spec's pages on a CPU, for a cache dtype; None: on another device.
+    Raises UnsupportedSetupError, GeometryError.
+    """
     _refuse_unsupported(vllm_config)
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
@@ -85,7 +98,7 @@ def paged_layout(vllm_config: Any, kv_cache_config: Any) -> PagedLayout:
     for spec in specs:
         _check_spec(spec)
     block_tokens = int(specs[0].block_size)
-    known = _known_form(vllm_config, specs)
+    known = _known_form(vllm_config, specs, kernel_form)
     if isinstance(known, str):
         return _opaque(specs, layers, known)
     if block_tokens % GRANULE and GRANULE % block_tokens:
@@ -146,15 +159,16 @@ def _check_spec(spec: Any) -> None:
 
 
 def _known_form(
-    vllm_config: Any, specs: Sequence[Any]
+    vllm_config: Any, specs: Sequence[Any], kernel_form: Callable[[Any, str], str] | None
 ) -> tuple[str, KVGeometry, int, tuple[int, ...]] | str:
     """(form, geometry, heads of this rank, dims), or why the bytes are not understood."""
     spec, layers = specs[0], len(specs)
     if any(other != spec for other in specs[1:]):
         return "layers differ in the shape of their KV"
-    dtype = _element_type(spec, str(vllm_config.cache_config.cache_dtype))
+    cache_dtype = str(vllm_config.cache_config.cache_dtype)
+    dtype = _element_type(spec, cache_dtype)
     if dtype is None:
-        return f"elements of the KV are {spec.dtype}, {vllm_config.cache_config.cache_dtype}"
+        return f"elements of the KV are {spec.dtype}, {cache_dtype}"
     heads, key_dim, value_dim = int(spec.num_kv_heads), int(spec.head_size), int(spec.head_size_v)
     content = int(spec.state_content_size_bytes)
     if type(spec).__name__ == "MLAAttentionSpec":
@@ -168,11 +182,12 @@ def _known_form(
         return "keys and values differ in size"
     total = int(vllm_config.model_config.get_total_num_kv_heads())
     geometry = KVGeometry.gqa(layers, max(total, heads), key_dim, dtype)
-    if spec.num_heads == heads and content == 2 * key_dim * dtype.element_bytes:
-        return "joined", geometry, heads, (key_dim, value_dim)
-    if spec.num_heads == 2 and content == heads * key_dim * dtype.element_bytes:
-        return "slots", geometry, heads, (key_dim, value_dim)
-    return f"a token's content is packed: {spec.num_heads} slots of {content} bytes"
+    if spec.num_heads != heads or content != 2 * key_dim * dtype.element_bytes:
+        return f"a token's content is packed: {spec.num_heads} slots of {content} bytes"
+    form = "joined" if kernel_form is None else kernel_form(spec, cache_dtype)
+    if form == "opaque":
+        return "the attention kernel packs keys or values"
+    return form, geometry, heads, (key_dim, value_dim)
 
 
 def _element_type(spec: Any, cache_dtype: str) -> DType | None:

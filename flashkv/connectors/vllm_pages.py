@@ -67,16 +67,21 @@ class PagedMemory:
         self._device = first.device if first.device.type != "cpu" else None
         self._tensors = [self._shaped(tensor) for tensor in tensors]
 
-    def _shaped(self, tensor: Any) -> Any:
-        """The tensor with axes of its own for what the view names. A view of the same memory."""
+    def _shaped(self, tensor: Any) -> list[Any]:
+        """The regions of a layer's cache, as the view names their axes, in the same memory."""
         layout = self._layout
         if layout.form == "opaque":
-            return _flat_pages(tensor, layout.geometry.groups[0].planes[0].vector_bytes)
-        if layout.form == "slots":
-            tensor = tensor.unflatten(-1, (layout.heads, layout.dims[0]))
-        if self._parts > 1:
-            tensor = tensor.unflatten(2, (self._parts, layout.granule))
-        return tensor
+            return [_flat_pages(tensor, layout.geometry.groups[0].planes[0].vector_bytes)]
+        if layout.form in ("split", "transposed"):
+            keys, values = _halves(tensor, transposed=layout.form == "transposed")
+            return [self._in_granules(keys), self._in_granules(values)]
+        return [self._in_granules(tensor)]
+
+    def _in_granules(self, tensor: Any) -> Any:
+        """Pages of several granules get an axis that counts them."""
+        return (
+            tensor.unflatten(2, (self._parts, self._layout.granule)) if self._parts > 1 else tensor
+        )
 
     def layer_number(self, name: str) -> int | None:
         """Number of a layer by vLLM's name; None where its cache is not one that is loaded."""
@@ -108,7 +113,7 @@ class PagedMemory:
         self, places: NDArray[np.int64], layers: tuple[int, ...], offset: int = 0
     ) -> tuple[Regions, MemoryView]:
         """Memory of granules, from their token `offset` on, in some layers."""
-        tensors = [self._tensors[layer] for layer in layers]
+        tensors = [region for layer in layers for region in self._tensors[layer]]
         view = self._layout.view(self.page_tokens, self._layout.granule - offset)
         if self._parts > 1:
             return Regions(tensors, places, (0, 2)), view
@@ -134,6 +139,21 @@ class PagedMemory:
             torch.cuda.current_stream(self._device).wait_stream(
                 torch.cuda.default_stream(self._device)
             )
+
+
+def _halves(tensor: Any, *, transposed: bool) -> tuple[Any, Any]:
+    """Keys and values, [page, head, token, dim] each, of pages that hold one after the other.
+
+    transposed: the keys' tokens lie innermost.
+    """
+    tokens, dim = int(tensor.shape[2]), int(tensor.shape[3]) // 2
+    if not tensor.is_contiguous():
+        raise MemoryViewError("vLLM's pages on a CPU are not contiguous", value=tensor.stride())
+    halves = tensor.flatten(2).unflatten(2, (2, tokens * dim))
+    keys, values = halves[:, :, 0], halves[:, :, 1].unflatten(2, (tokens, dim))
+    if transposed:
+        return keys.unflatten(2, (dim, tokens)).transpose(2, 3), values
+    return keys.unflatten(2, (tokens, dim)), values
 
 
 def _flat_pages(tensor: Any, page_bytes: int) -> Any:

@@ -5,7 +5,6 @@ Invariant: plain data that pickle copies: the halves may live in different proce
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -67,15 +66,17 @@ class Plan:
 class Heard:
     """What workers tell the scheduler where it can't look into their stores itself.
 
-    stored, lost  keys that each rank has stored, or failed to load: counted by rank.
+    stored  keys that were stored, or found stored, with a bit for each rank that did.
+    lost    keys that failed to load on any rank.
     """
 
-    stored: Counter[bytes] = field(default_factory=Counter)
+    stored: dict[bytes, int] = field(default_factory=dict)
     lost: set[bytes] = field(default_factory=set)
 
     def add(self, other: Heard) -> None:
         """Takes another rank's words as well."""
-        self.stored.update(other.stored)
+        for key, ranks in other.stored.items():
+            self.stored[key] = self.stored.get(key, 0) | ranks
         self.lost |= other.lost
 
     def __bool__(self) -> bool:

@@ -76,18 +76,18 @@ class WorkerSide:
         layout: PagedLayout,
         *,
         layer_groups: int = 0,
-        tells: bool = False,
+        tells_as: int | None = None,
     ) -> None:
         """layer_groups: tickets that a step's loads are split into; 0: by their size.
 
-        tells: keeps what was stored and lost for a scheduler in another process.
+        tells_as: this rank, where a scheduler in another process must be told what is stored.
         """
         self.counts: Counter[str] = Counter()
         self._shared = shared
         self._namespace = namespace
         self._layout = layout
         self._layer_groups = layer_groups
-        self._tells = tells
+        self._tells_as = tells_as
         self._memory: PagedMemory | None = None
         self._client: Client | None = None
         self._groups: list[tuple[tuple[int, ...], Begun]] = []  # of layers, of this step's loads
@@ -220,7 +220,7 @@ class WorkerSide:
             for row in np.flatnonzero(~reading.arrived).tolist():
                 self.counts["failed_tokens"] += tokens
                 failed.update(self._memory.blocks_of(reading.places[row], reading.offset))
-                if self._tells:
+                if self._tells_as is not None:
                     self._heard.lost.add(reading.keys[row].tobytes())
         self._failed |= failed
         return failed
@@ -331,8 +331,9 @@ class WorkerSide:
         self.counts["saved_tokens"] += granule * (int(kept.sum()) - present)
         self.counts["present_tokens"] += granule * present
         self.counts["unsaved_tokens"] += granule * int((~kept).sum())
-        if self._tells:
-            self._heard.stored.update(key.tobytes() for key in save.keys[kept])
+        if self._tells_as is not None:
+            for key in save.keys[kept]:
+                self._heard.stored[key.tobytes()] = 1 << self._tells_as
 
     def take_counts(self) -> dict[str, int]:
         """What was counted since the last time."""
