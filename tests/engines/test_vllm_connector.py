@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+import flashkv
+
 Generated = dict[str, Any]
 
 
@@ -85,7 +87,7 @@ def test_a_restart(
     assert min(both["cached"][1:]) >= 640
     # The others share blocks with the first one, in the step that loads them.
     assert counts(report)["loaded_tokens"] == 2 * 1472
-    assert report["worker"]["layout"] == "joined"
+    assert report["worker"]["layout"] in ("split", "transposed")  # the kernel was asked
     assert report["worker"]["loads"] == loads
 
     answer = [*prompt, *said[0], 7, 8, 9]
@@ -150,3 +152,115 @@ def test_damage(vllm: Vllm, tmp_path: Path, prompt: list[int]) -> None:
     assert flip["flipped"] > 20
     assert restarted["tokens"] == again["tokens"] == said
     assert again["cached"] == [1472]
+
+
+def test_preemption(vllm: Vllm, tmp_path: Path, prompt: list[int]) -> None:
+    """Room for 1,280 tokens, and three requests that grow to 480 each."""
+    prompts = [prompt[first : first + 380] for first in (0, 400, 800)]
+    step = generate(*prompts, tokens=100)
+    small = {"block_size": 32, "num_gpu_blocks_override": 40, "max_model_len": 1024}
+    first, again, report = vllm.run(tmp_path / "kv", step, step, REPORT, engine=small)
+    said = vllm.alone(*prompts, tokens=100)
+    assert first["tokens"] == again["tokens"] == said
+    assert report["preemptions"] > 0
+    # All prompts, and a preempted one again: what it had generated, too.
+    assert counts(report)["loaded_tokens"] > 3 * 320
+
+
+def test_speculation(vllm: Vllm, tmp_path: Path, prompt: list[int]) -> None:
+    """Drafts that are not accepted are computed beside the others; none is stored."""
+    pattern = (prompt[:40] * 10)[:390]
+    drafts = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 2}
+    store, engine = tmp_path / "kv", {"block_size": 32, "speculative_config": drafts}
+    (said,) = vllm.alone(pattern, tokens=150)
+    answer = [*pattern, *said, 5, 6]
+    first, turn, report = vllm.run(
+        store, generate(pattern, tokens=150), generate(answer), REPORT, engine=engine
+    )
+    assert first["tokens"] == [said]
+    assert turn["tokens"] == vllm.alone(answer)
+    assert turn["cached"] == [512]  # 390 + 150 tokens: 8 granules
+    assert counts(report)["saved_tokens"] >= 512
+    assert report["drafts"] > 0
+    (plain,) = vllm.run(store, generate(answer))
+    assert plain["tokens"] == turn["tokens"]
+    assert plain["cached"] == [512]
+
+
+def test_stores_that_can_not_be_used(vllm: Vllm, tmp_path: Path, prompt: list[int]) -> None:
+    """Locked by another process, then full: vLLM goes on."""
+    said, step = vllm.alone(prompt), generate(prompt)
+    geometry = flashkv.KVGeometry.gqa(2, 2, 64, "bfloat16")  # another model's store, too
+    with flashkv.open(tmp_path / "kv", capacity="64MiB", geometry=geometry):
+        alone, report = vllm.run(tmp_path / "kv", step, REPORT)
+    assert alone["tokens"] == said
+    assert alone["cached"] == [0]
+    assert not report["scheduler"]["store"]
+    assert "writes this store" in report["worker"]["reason"]
+    first, again, report = vllm.run(tmp_path / "kv", step, step, REPORT)
+    assert first["tokens"] == again["tokens"] == said
+    assert again["cached"] == [1472]
+    full = {"options": {"free_floor_bytes": 1 << 50}}
+    other = [*prompt[:640], *prompt[:640]]
+    old, new, report = vllm.run(tmp_path / "kv", step, generate(other), REPORT, settings=full)
+    assert old["tokens"] == said
+    assert new["tokens"] == vllm.alone(other)
+    assert counts(report)["saved_tokens"] == 0
+    assert counts(report)["unsaved_tokens"] > 0
+
+
+def test_what_transformers_stored(
+    vllm: Vllm, tmp_path: Path, tiny_model: Path, prompt: list[int]
+) -> None:
+    """One checkpoint, two engines, one store: either loads what the other computed."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from flashkv.connectors.transformers import PrefixCache, kv_geometry
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    store, other = tmp_path / "kv", prompt[::-1]
+    with flashkv.open(store, capacity="256MiB", geometry=kv_geometry(model)) as opened:
+        prefix = PrefixCache(opened, model, checkpoint=tiny_model)
+        ids = torch.tensor([prompt])
+        cache, restored = prefix.restore(ids)
+        assert restored == 0
+        with torch.no_grad():
+            model(ids, cache=cache)
+        assert prefix.save(cache, ids).stored == 23
+    first, second, _ = vllm.run(
+        store, generate(prompt), generate(other), REPORT, engine={"block_size": 128}
+    )
+    assert first["cached"] == [1472]
+    assert first["tokens"] == vllm.alone(prompt)
+    with flashkv.open(store) as opened:
+        prefix = PrefixCache(opened, model, checkpoint=tiny_model)
+        ids = torch.tensor([other])
+        cache, restored = prefix.restore(ids)
+        assert restored == 1472
+        with torch.no_grad():
+            logits = model(ids[:, restored:], cache=cache).logits
+        assert int(logits[0, -1].argmax()) == second["tokens"][0][0]
+
+
+def test_workers_in_processes_of_their_own(vllm: Vllm, tmp_path: Path, prompt: list[int]) -> None:
+    store, said = tmp_path / "kv", vllm.alone(prompt)
+    apart = {"distributed_executor_backend": "mp"}
+    first, again = vllm.run(store, generate(prompt), generate(prompt), engine=apart)
+    assert first["tokens"] == again["tokens"] == said
+    assert again["cached"] == [1472]
+    (restarted,) = vllm.run(store, generate(prompt), engine=apart)
+    assert restarted["tokens"] == said
+    assert restarted["cached"] == [1472]
+
+
+def test_a_changed_interface_is_told_in_words(run_engine: Any) -> None:
+    told = run_engine("vllm", "vllm_interface.py")
+    assert told["as it is"] == ""
+    for name, said in (
+        ("other parameters", "get_num_new_matched_tokens(self, request, computed)"),
+        ("a method less", "has no KVConnectorBase_V1.on_new_request"),
+        ("a name less", "KVConnectorHandshakeMetadata"),
+    ):
+        assert told[name].startswith("EngineInterfaceError: the plug-in interface of vLLM")
+        assert said in told[name]
+        assert "tested with 0.32.0" in told[name]

@@ -115,12 +115,16 @@ class Steps:
         from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
         core = self.llm.llm_engine.engine_core.engine_core
-        metrics = [metric for metric in self.llm.get_metrics() if "preempt" in metric.name]
         return {
             "scheduler": core.scheduler.connector.report(),
             "worker": get_kv_transfer_group().report() if has_kv_transfer_group() else None,
-            "preemptions": sum(getattr(metric, "value", 0) for metric in metrics),
+            "preemptions": self.metric("vllm:num_preemptions"),
+            "drafts": self.metric("vllm:spec_decode_num_draft_tokens"),
         }
+
+    def metric(self, name: str) -> float:
+        found = [metric for metric in self.llm.get_metrics() if metric.name == name]
+        return sum(getattr(metric, "value", 0) for metric in found)
 
 
 def salt_of(prompt: dict[str, Any]) -> dict[str, str]:

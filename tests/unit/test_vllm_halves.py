@@ -727,7 +727,7 @@ def checkpoint(path: Path) -> Path:
 
 
 def test_identities(tmp_path: Path) -> None:
-    """What changes the numbers changes the identity; a plain model's has nothing of vLLM's in it."""
+    """What changes the numbers changes the identity; a plain model's is any engine's."""
     folder = str(checkpoint(tmp_path))
 
     def digest(own: dict[str, Any] | None = None, **changes: Any) -> bytes:
