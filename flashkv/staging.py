@@ -1,5 +1,4 @@
-"""Tensors that the data plane can't address, through host memory: CUDA tensors, pinned, and paged
-ones whose vectors' elements lie apart, as where an attention kernel keeps keys transposed.
+"""CUDA tensors of a batch through pinned host memory.
 
 Invariants
   - one copy a region and direction, ordered with the current stream by torch; the pinned memory
@@ -31,8 +30,7 @@ def _nothing(_: NDArray[np.bool_]) -> None:
 
 def staged(data: Regions, *, destination: bool) -> tuple[Regions, Any, Finish]:
     """(regions in host memory, what must stay alive, what to call when a destination is filled)."""
-    apart = data.rows is not None and any(_lies_apart(tensor) for tensor in data.tensors)
-    if not apart and not any(_lies_on_gpu(tensor) for tensor in data.tensors):
+    if not any(_lies_on_gpu(tensor) for tensor in data.tensors):
         return data, data, _nothing
     return stage(data, destination=destination)
 
@@ -63,13 +61,6 @@ def _lies_on_gpu(tensor: Any) -> bool:
     return on_gpu(tensor)
 
 
-def _lies_apart(tensor: Any) -> bool:
-    """Whether a torch tensor's innermost dimension is not contiguous."""
-    if isinstance(tensor, np.ndarray) or not hasattr(tensor, "stride"):
-        return False
-    return bool(tensor.ndim and tensor.shape[-1] > 1 and tensor.stride(-1) != 1)
-
-
 def _host_copy(
     torch: Any,
     tensor: Any,
@@ -81,7 +72,7 @@ def _host_copy(
 
     Rows of the tensor come as rows of the first axis, pages one after the other.
     """
-    pinned = _lies_on_gpu(tensor)
+    pinned = bool(torch.cuda.is_available())
     if isinstance(tensor, (list, tuple)):
         shape = _common_shape(tensor)
         copy = torch.empty([len(tensor), *shape], dtype=tensor[0].dtype, pin_memory=pinned)
