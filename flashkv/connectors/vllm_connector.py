@@ -141,6 +141,7 @@ class FlashKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._worker: WorkerSide | None = None
         self._shared: SharedStore | None = None
         self._snapshot: SnapshotLookup | None = None
+        self._ended: list[list[int]] = []  # blocks of requests that ended while others were loaded
         if role == KVConnectorRole.WORKER:
             self._start_worker()
         else:
@@ -169,9 +170,9 @@ class FlashKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
             lookup = self._snapshot = SnapshotLookup(digest, setup.ranks.size)
         else:
             self._shared, namespace = setup.acquire(0)
-            if namespace is None:
+            if namespace is None or self._shared.store is None:
                 return
-            lookup = StoreLookup(namespace)
+            lookup = StoreLookup(self._shared.store, namespace)
         self._scheduler = SchedulerSide(
             lookup,
             setup.layout,
@@ -320,6 +321,7 @@ class FlashKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         )
         if failed and not self._setup.between:
             self._forget_computed_on(failed)
+        self._ended.clear()
 
     def _forget_computed_on(self, failed: set[int]) -> None:
         """Takes blocks that failed, and what was computed on them, out of vLLM's prefix cache.
@@ -331,9 +333,9 @@ class FlashKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         assert self._scheduler is not None
         if manager is None:
             return
-        spoilt: set[int] = set()
-        for request_id in self._scheduler.request_ids():
-            blocks = [block for group in manager.get_block_ids(request_id) for block in group]
+        spoilt = set(failed)
+        of_requests = [manager.get_block_ids(name)[0] for name in self._scheduler.request_ids()]
+        for blocks in [*of_requests, *self._ended]:
             first = next((i for i, block in enumerate(blocks) if block in failed), None)
             if first is not None:
                 spoilt.update(blocks[first:])
@@ -342,11 +344,17 @@ class FlashKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def request_finished(
         self,
         request: Any,
-        block_ids: list[int],  # noqa: ARG002
+        block_ids: list[int],
     ) -> tuple[bool, dict[str, Any] | None]:
         if self._scheduler is not None:
+            if self._scheduler.loading and not self._setup.between:
+                self._ended.append(list(block_ids))
             self._scheduler.finished(request.request_id)
         return False, None
+
+    def reset_cache(self) -> bool | None:
+        """Forgets all that is stored of this model, as after its weights were updated in place."""
+        return self._scheduler.forget() if self._scheduler is not None else None
 
 
 def _close_at_exit(connector: FlashKVConnector) -> None:

@@ -49,7 +49,7 @@ class PagedLayout:
     form          "joined": content is K and V; "latent": latent and rotary key; "split": a page of
                   a head is K, then V; "transposed": so, and K with its tokens innermost;
                   "opaque": bytes.
-    heads, dims   KV heads of this rank; elements of the vectors in the content.
+    heads         KV heads of this rank.
     reason        why it is opaque.
     """
 
@@ -59,7 +59,6 @@ class PagedLayout:
     granule: int
     form: str
     heads: int
-    dims: tuple[int, ...]
     reason: str = ""
 
     def view(self, page_tokens: int, tokens: int) -> MemoryView:
@@ -107,8 +106,8 @@ def paged_layout(
             value=f"block_size {block_tokens}",
             limit=f"a divisor or a multiple of {GRANULE}",
         )
-    form, geometry, heads, dims = known
-    return PagedLayout(geometry, layers, block_tokens, GRANULE, form, heads, dims)
+    form, geometry, heads = known
+    return PagedLayout(geometry, layers, block_tokens, GRANULE, form, heads)
 
 
 def _refuse_unsupported(vllm_config: Any) -> None:
@@ -160,8 +159,8 @@ def _check_spec(spec: Any) -> None:
 
 def _known_form(
     vllm_config: Any, specs: Sequence[Any], kernel_form: Callable[[Any, str], str] | None
-) -> tuple[str, KVGeometry, int, tuple[int, ...]] | str:
-    """(form, geometry, heads of this rank, dims), or why the bytes are not understood."""
+) -> tuple[str, KVGeometry, int] | str:
+    """(form, geometry, heads of this rank), or why the bytes are not understood."""
     spec, layers = specs[0], len(specs)
     if any(other != spec for other in specs[1:]):
         return "layers differ in the shape of their KV"
@@ -176,8 +175,7 @@ def _known_form(
         latent, rope = int(config.kv_lora_rank), int(config.qk_rope_head_dim)
         if content != (latent + rope) * dtype.element_bytes or spec.num_heads != 1:
             return "the latent is packed with something else"
-        geometry = KVGeometry.mla(layers, latent, rope, dtype)
-        return "latent", geometry, 1, (latent, rope)
+        return "latent", KVGeometry.mla(layers, latent, rope, dtype), 1
     if key_dim != value_dim:
         return "keys and values differ in size"
     total = int(vllm_config.model_config.get_total_num_kv_heads())
@@ -187,7 +185,7 @@ def _known_form(
     form = "joined" if kernel_form is None else kernel_form(spec, cache_dtype)
     if form == "opaque":
         return "the attention kernel packs keys or values"
-    return form, geometry, heads, (key_dim, value_dim)
+    return form, geometry, heads
 
 
 def _element_type(spec: Any, cache_dtype: str) -> DType | None:
@@ -208,7 +206,7 @@ def _opaque(specs: Sequence[Any], layers: tuple[str, ...], reason: str) -> Paged
     plane = Plane(Role.OPAQUE, len(layers), 1, sizes.pop(), DType.OPAQUE)
     geometry = KVGeometry((Group("kv", GroupKind.FULL, (plane,)),))
     block_tokens = int(specs[0].block_size)
-    return PagedLayout(geometry, layers, block_tokens, block_tokens, "opaque", 1, (), reason)
+    return PagedLayout(geometry, layers, block_tokens, block_tokens, "opaque", 1, reason)
 
 
 def fp8_is_fnuz() -> bool:

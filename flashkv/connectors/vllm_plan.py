@@ -54,12 +54,14 @@ class Plan:
     released  requests that have given their blocks back since the step before: what is still being
               stored of them must be captured before anything is written.
     idle      no tokens are computed in this step.
+    forget    what is stored of the model is to be retired first.
     """
 
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     released: set[str] = field(default_factory=set)
     idle: bool = False
+    forget: bool = False
 
 
 @dataclass

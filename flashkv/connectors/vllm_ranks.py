@@ -147,7 +147,16 @@ class SnapshotLookup:
             while len(memory) > TOLD_KEYS_MAX:
                 memory.popitem(last=False)
 
-    def close(self) -> None:
+    def forget(self) -> bool:
+        self._close_stores()
+        self._told.clear()
+        return False
+
+    def _close_stores(self) -> None:
         for store in self._stores:
             store.close()
-        self._stores, self._snapshots, self.usable = [], [], False
+        self._stores, self._snapshots = [], []
+
+    def close(self) -> None:
+        self._close_stores()
+        self.usable = False

@@ -31,6 +31,7 @@ from flashkv.errors import FlashKVError
 from flashkv.identity import KEY_BYTES, token_keys, weights_fingerprint
 from flashkv.leases import Lease
 from flashkv.namespace import Namespace
+from flashkv.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -50,11 +51,15 @@ class Lookup(Protocol):
     def hear(self, heard: Heard) -> None:
         """Takes in what workers tell."""
 
+    def forget(self) -> bool:
+        """Retires all that is stored. False: workers must, and nothing old is found any more."""
+
 
 class StoreLookup:
     """Lookup in the store of this process, which the worker shares."""
 
-    def __init__(self, namespace: Namespace) -> None:
+    def __init__(self, store: Store, namespace: Namespace) -> None:
+        self._store = store
         self._namespace = namespace
         self.digest = namespace.digest
 
@@ -64,6 +69,10 @@ class StoreLookup:
 
     def hear(self, heard: Heard) -> None:
         """The worker has changed the same index."""
+
+    def forget(self) -> bool:
+        retire(self._store, self._namespace)
+        return True
 
 
 @dataclass
@@ -111,6 +120,7 @@ class SchedulerSide:
         self._salt = salt
         self._between = between
         self._may_load, self._may_save = loads, saves
+        self._workers_forget = False
         self._tracked: dict[str, Tracked] = {}
         self._loads: list[Load] = []
         self._loading: dict[str, Load] = {}  # what was handed over and hasn't come back
@@ -188,6 +198,7 @@ class SchedulerSide:
     def plan(self, output: Any) -> Plan:
         """What the worker does in this step. output: vLLM's SchedulerOutput."""
         plan = Plan(loads=self._loads, idle=not output.total_num_scheduled_tokens)
+        plan.forget, self._workers_forget = self._workers_forget, False
         plan.released = {*output.finished_req_ids, *(output.preempted_req_ids or ())}
         self._loads = []
         if not self._may_save:
@@ -240,6 +251,22 @@ class SchedulerSide:
         """All requests that vLLM has and that were not finished."""
         return list(self._tracked)
 
+    @property
+    def loading(self) -> bool:
+        """Whether loads were handed over that haven't come back."""
+        return bool(self._loading)
+
+    def forget(self) -> bool:
+        """Retires all that is stored of the model."""
+        for tracked in self._tracked.values():
+            tracked.saved = 0
+        try:
+            self._workers_forget |= not self._lookup.forget()
+        except FlashKVError as error:
+            log.error("what flashkv stored of the model could not be retired: %s", error)
+            return False
+        return True
+
     def finished(self, request_id: str) -> None:
         """A request is over, or was aborted."""
         tracked = self._tracked.pop(request_id, None)
@@ -281,6 +308,13 @@ class SchedulerSide:
             if place.offset < start + self._granule and place.offset + place.length > start:
                 words.append(["mm", feature.identifier, place.offset - start])
         return canonical(words).encode() if words else b""
+
+
+def retire(store: Store, namespace: Namespace) -> None:
+    """Retires what is stored, and what is on its way. Raises StoreError, BusyError."""
+    with store.client() as client:  # the write lane keeps the order
+        client.submit_delete(namespace, NO_KEYS).wait()
+    namespace.rotate()
 
 
 def chain(

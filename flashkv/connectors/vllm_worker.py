@@ -32,6 +32,7 @@ from flashkv.connectors.shared_store import SharedStore
 from flashkv.connectors.vllm_model import PagedLayout
 from flashkv.connectors.vllm_pages import PagedMemory
 from flashkv.connectors.vllm_plan import Heard, Load, Plan, Save
+from flashkv.connectors.vllm_scheduler import retire
 from flashkv.errors import FlashKVError
 from flashkv.namespace import Namespace
 from flashkv.tickets import Client, Milestone, Ticket
@@ -109,6 +110,12 @@ class WorkerSide:
 
     def begin(self, plan: Plan) -> None:
         """Begins the loads of a step."""
+        if plan.forget and self._shared.store is not None and self._namespace is not None:
+            try:
+                retire(self._shared.store, self._namespace)
+            except FlashKVError as error:
+                self._shared.note("retire", str(error))
+                self._client = None  # what is stored is of other weights: nothing is loaded again
         if not plan.loads:
             return
         assert self._memory is not None

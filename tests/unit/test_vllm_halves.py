@@ -178,11 +178,12 @@ class Engine:
         self.form = form
         kernel_form = None if form == "joined" else lambda *_: form
         self.layout = paged_layout(config(), cache_config(spec), kernel_form)
+        assert shared.store is not None
         namespace = shared.namespace(IDENTITY.with_geometry(self.layout.geometry))
         assert namespace is not None
         self.namespace = namespace
         self.scheduler = SchedulerSide(
-            StoreLookup(namespace), self.layout, salt=salt, between=between
+            StoreLookup(shared.store, namespace), self.layout, salt=salt, between=between
         )
         self.worker = WorkerSide(shared, namespace, self.layout, **options)
         self.caches = caches(block_size, order)
@@ -535,6 +536,25 @@ def test_blocks_are_captured_before_they_are_written_again(
     engine.close()
 
 
+def test_weights_that_were_updated(shared: SharedStore) -> None:
+    """What is stored, or on its way, is of the old ones."""
+    engine = Engine(shared)
+    engine.start(Request("a", IDS))
+    engine.step({"a": 400})
+    assert engine.scheduler.forget()
+    engine.settle()
+    assert engine.start(Request("b", IDS)) == 0
+    engine.step({"b": 400})
+    engine.settle()
+    assert engine.start(Request("c", IDS)) == 384
+    engine.step({"c": 16})
+    engine.scheduler._lookup.forget = lambda: False  # type: ignore[method-assign]
+    assert engine.scheduler.forget()
+    engine.step({})
+    assert engine.start(Request("d", IDS)) == 0
+    engine.close()
+
+
 def test_a_closed_store_is_no_error(shared: SharedStore) -> None:
     engine = Engine(shared)
     engine.start(Request("a", IDS))
@@ -580,6 +600,10 @@ def test_a_scheduler_elsewhere(disk_path: Path) -> None:
     assert lookup.match(keys) == (1, None)
     lookup.hear(Heard({keys[1].tobytes(): 3}))
     assert lookup.match(keys) == (3, None)
+    assert not lookup.forget()
+    assert lookup.match(keys) == (0, None)
+    lookup.hear(Heard({keys[0].tobytes(): 3}))
+    assert lookup.match(keys) == (1, None)
     lookup.close()
     for store in stores:
         store.release()
