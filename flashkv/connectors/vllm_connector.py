@@ -151,7 +151,7 @@ class FlashKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def _start_worker(self) -> None:
         setup = self._setup
         rank = int(get_tensor_model_parallel_rank())
-        self._shared, namespace = setup.acquire(rank)
+        self._shared, namespace = setup.acquire(rank, say=True)
         if setup.layout.reason:
             log.warning("flashkv stores vLLM's blocks as opaque bytes: %s", setup.layout.reason)
         self._worker = WorkerSide(
@@ -169,7 +169,7 @@ class FlashKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
             digest = setup.identity.digest()
             lookup = self._snapshot = SnapshotLookup(digest, setup.ranks.size)
         else:
-            self._shared, namespace = setup.acquire(0)
+            self._shared, namespace = setup.acquire(0, say=False)  # the worker does
             if namespace is None or self._shared.store is None:
                 return
             lookup = StoreLookup(self._shared.store, namespace)

@@ -66,10 +66,10 @@ class Setup:
             layer_groups,
         )
 
-    def acquire(self, rank: int) -> tuple[SharedStore, Namespace | None]:
-        """The store of a rank, and its blocks there; None without a store."""
+    def acquire(self, rank: int, *, say: bool) -> tuple[SharedStore, Namespace | None]:
+        """The store of a rank, and its blocks there; None without a store. say: why, then."""
         settings = self.ranks.settings(self.settings, rank)
-        shared = SharedStore.acquire(settings, self.layout.geometry, engine="vLLM")
+        shared = SharedStore.acquire(settings, self.layout.geometry, engine="vLLM", say=say)
         return shared, shared.namespace(self.identity, self.ranks.shard(self.layout, rank))
 
 

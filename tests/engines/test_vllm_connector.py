@@ -196,7 +196,7 @@ def test_stores_that_can_not_be_used(vllm: Vllm, tmp_path: Path, prompt: list[in
     assert alone["tokens"] == said
     assert alone["cached"] == [0]
     assert not report["scheduler"]["store"]
-    assert "writes this store" in report["worker"]["reason"]
+    assert "is open for writing in another process" in report["worker"]["reason"]
     first, again, report = vllm.run(tmp_path / "kv", step, step, REPORT)
     assert first["tokens"] == again["tokens"] == said
     assert again["cached"] == [1472]
