@@ -74,7 +74,6 @@ class Ranks:
             path = path / f"engine-{self.engine}"
         if self.size > 1:
             path = path / f"rank-{rank}-of-{self.size}"
-        path.parent.mkdir(parents=True, exist_ok=True)
         return replace(settings, path=str(path))
 
     def shard(self, layout: PagedLayout, rank: int) -> Shard | None:
