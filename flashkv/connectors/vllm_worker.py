@@ -18,7 +18,7 @@ Invariants
 
 from __future__ import annotations
 
-import time
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -41,8 +41,8 @@ LAYER_GROUP_BYTES: Final = 8 << 20
 """Aim of what one ticket reads of a step's loads: below, its fixed cost shows."""
 LAYER_GROUPS_MAX: Final = 8
 """Most tickets that a step's loads are split into: more overlap little more with computing."""
-DURABLE_EVERY_S: Final = 5.0
-"""So often at most a save also makes durable what came before it."""
+DURABLE_AFTER_S: Final = 2.0
+"""So long after a save it is made durable, whatever else happens: workers are often killed."""
 IDLE_WAIT_MS: Final = 2.0
 """How long a step without tokens waits for a load between steps: vLLM asks again at once."""
 
@@ -97,7 +97,7 @@ class WorkerSide:
         self._saving: dict[str, list[tuple[Ticket, Save]]] = defaultdict(list)
         self._failed: set[int] = set()
         self._heard = Heard()
-        self._durable_at = time.monotonic()
+        self._flusher: threading.Timer | None = None
         self._told: Counter[str] = Counter()
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
@@ -281,16 +281,12 @@ class WorkerSide:
         count = len(save.keys)
         places = self._memory.places(save.start_token, count, save.blocks)
         regions, view = self._memory.regions(places, tuple(range(len(self._layout.layers))))
-        notify = Milestone.CAPTURED
-        if time.monotonic() - self._durable_at > DURABLE_EVERY_S:
-            notify, self._durable_at = Milestone.DURABLE, time.monotonic()
         opaque = self._layout.form == "opaque"
         try:
             ticket = self._client.submit_put(
                 self._namespace,
                 save.keys,
                 regions,
-                notify=notify,
                 view=view,
                 parents=[save.parent, *(key.tobytes() for key in save.keys[:-1])],
                 position=save.start_token // self._layout.granule if opaque else save.start_token,
@@ -300,6 +296,21 @@ class WorkerSide:
             self.counts["unsaved_tokens"] += self._layout.granule * count
         else:
             self._saving[save.request_id].append((ticket, save))
+            self._flush_later()
+
+    def _flush_later(self) -> None:
+        if self._flusher is None or not self._flusher.is_alive():
+            self._flusher = threading.Timer(DURABLE_AFTER_S, self._flush)
+            self._flusher.daemon = True
+            self._flusher.start()
+
+    def _flush(self) -> None:
+        self._flusher = None
+        try:
+            if self._shared.store is not None:
+                self._shared.store.flush()
+        except FlashKVError as error:
+            self._shared.note("flush", str(error))
 
     def release(self, request_ids: Iterable[str]) -> None:
         """Returns once nothing is read any more from blocks that these requests gave back."""
@@ -358,7 +369,9 @@ class WorkerSide:
         return heard or None
 
     def close(self) -> None:
-        """Waits for what was begun."""
+        """Waits for what was begun; what it stored becomes durable when the store is closed."""
+        if self._flusher is not None:
+            self._flusher.cancel()
         with suppress(FlashKVError):
             if self._client is not None:
                 self._client.close()

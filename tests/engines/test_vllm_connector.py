@@ -243,10 +243,15 @@ def test_what_transformers_stored(
         assert int(logits[0, -1].argmax()) == second["tokens"][0][0]
 
 
-def test_workers_in_processes_of_their_own(vllm: Vllm, tmp_path: Path, prompt: list[int]) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_workers_in_processes_of_their_own(
+    vllm: Vllm, tmp_path: Path, prompt: list[int], ranks: int
+) -> None:
     store, said = tmp_path / "kv", vllm.alone(prompt)
-    apart = {"distributed_executor_backend": "mp"}
-    first, again = vllm.run(store, generate(prompt), generate(prompt), engine=apart)
+    apart = {"distributed_executor_backend": "mp", "tensor_parallel_size": ranks}
+    # Workers may be killed at the end: what is to be found again must be durable before.
+    wait = {"do": "wait", "seconds": 4}
+    first, again, _ = vllm.run(store, generate(prompt), generate(prompt), wait, engine=apart)
     assert first["tokens"] == again["tokens"] == said
     assert again["cached"] == [1472]
     (restarted,) = vllm.run(store, generate(prompt), engine=apart)

@@ -8,6 +8,7 @@ The JSON is an object: "store" (folder, or null for vLLM alone), "settings" (of 
       all prompts at once; unless "keep", vLLM's own prefix cache is emptied first
   {"do": "fail", "rows": [3], "times": 1}   the next so many gets find these blocks unreadable
   {"do": "damage"}                          flips a bit in every fourth page of the store's segments
+  {"do": "wait", "seconds": 3}
   {"do": "report"}                          what the connector's halves say
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +112,10 @@ class Steps:
     def damage(self, _: dict[str, Any]) -> dict[str, Any]:
         assert self.store is not None
         return {"flipped": flip_pages(Path(self.store))}
+
+    def wait(self, step: dict[str, Any]) -> dict[str, Any]:
+        time.sleep(step["seconds"])
+        return {}
 
     def report(self, _: dict[str, Any]) -> dict[str, Any]:
         from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group

@@ -7,6 +7,7 @@ bit; and what must not be stored isn't.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -508,8 +509,6 @@ def test_blocks_are_captured_before_they_are_written_again(
     shared: SharedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A save that runs late still stores what was computed, though its request is gone."""
-    import threading
-
     engine = Engine(shared)
     held, original = threading.Event(), type(engine.namespace).put
 
@@ -552,6 +551,22 @@ def test_weights_that_were_updated(shared: SharedStore) -> None:
     assert engine.scheduler.forget()
     engine.step({})
     assert engine.start(Request("d", IDS)) == 0
+    engine.close()
+
+
+def test_saves_become_durable_by_themselves(
+    shared: SharedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines may be idle, or killed: nothing has to follow a save."""
+    assert shared.store is not None
+    flushed = threading.Event()
+    monkeypatch.setattr(vllm_worker, "DURABLE_AFTER_S", 0.05)
+    monkeypatch.setattr(shared.store, "flush", flushed.set)
+    engine = Engine(shared)
+    engine.start(Request("a", IDS))
+    engine.step({"a": 400})
+    assert flushed.wait(10)
+    monkeypatch.undo()
     engine.close()
 
 
