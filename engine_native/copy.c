@@ -5,6 +5,7 @@
  * copy.
  */
 #include "record.h"
+#include <string.h>
 
 typedef struct {
     const fkv_runs *runs;
@@ -17,6 +18,36 @@ typedef struct {
     uint32_t counts[4]; /* of the axes, the largest over the planes */
     bool heads_in_order;
 } walk;
+
+/* memcpy of a constant size is one move, wherever the elements lie. */
+#define EACH_ELEMENT(bytes, to, from)                                                              \
+    for (uint64_t i = 0, count = plane->vector_bytes / (bytes); i < count; i++)                    \
+    memcpy((to), (from), (bytes))
+
+void fkv_vector_gather(const fkv_plane_row *plane, uint32_t stride, const uint8_t *from,
+                       uint8_t *to)
+{
+    uint32_t bytes = fkv_element_bytes(plane);
+    if (bytes == 4)
+        EACH_ELEMENT(4, to + 4 * i, from + i * stride);
+    else if (bytes == 2)
+        EACH_ELEMENT(2, to + 2 * i, from + i * stride);
+    else
+        EACH_ELEMENT(1, to + i, from + i * stride);
+}
+
+void fkv_vector_scatter(const fkv_plane_row *plane, uint32_t stride, const uint8_t *from,
+                        uint8_t *to)
+{
+    uint32_t bytes = fkv_element_bytes(plane);
+    if (bytes == 4)
+        EACH_ELEMENT(4, to + i * stride, from + 4 * i);
+    else if (bytes == 2)
+        EACH_ELEMENT(2, to + i * stride, from + 2 * i);
+    else
+        EACH_ELEMENT(1, to + i * stride, from + i);
+}
+#undef EACH_ELEMENT
 
 static void walk_emit(walk *w, uint64_t stored, uint64_t address, uint64_t length)
 {
@@ -51,15 +82,20 @@ static uint32_t walk_vectors(walk *w, const uint32_t index[4], uint32_t inner)
     int64_t bytes = row->vector_bytes;
     uint64_t address = fkv_vector(r->view, w->pointers, entry, head, token);
     if (!address) return inner == FKV_AXIS_TOKEN ? r->token_count - token : 1;
+    uint64_t stored = (uint64_t)(from->offset + (int64_t)head * from->head_stride
+                                 + (int64_t)(token + r->first_token) * from->token_stride);
+    if (to->element_stride) {
+        uint32_t step = fkv_element_bytes(row);
+        for (uint32_t at = 0; at < row->vector_bytes; at += step, address += to->element_stride)
+            walk_emit(w, stored + at, address, step);
+        return 1;
+    }
     if (inner == FKV_AXIS_TOKEN && from->token_stride == bytes && to->token_stride == bytes)
         vectors = fkv_piece_end(r->view, token, r->token_count) - token;
     else if (inner == FKV_AXIS_HEAD && from->head_stride == bytes && to->head_stride == bytes
              && w->heads_in_order)
         vectors = row->heads - head;
-    walk_emit(w,
-              (uint64_t)(from->offset + (int64_t)head * from->head_stride
-                         + (int64_t)(token + r->first_token) * from->token_stride),
-              address, (uint64_t)bytes * vectors);
+    walk_emit(w, stored, address, (uint64_t)bytes * vectors);
     return vectors;
 }
 

@@ -40,8 +40,8 @@ typedef struct {
  * token_stride. Paged memory: the same with pointers[block][page * page_regions + region], where
  * page = token / page_tokens, and token % page_tokens */
 typedef struct {
-    int32_t region; /* -1: this layer is not wanted */
-    uint32_t reserved;
+    int32_t region;          /* -1: this layer is not wanted */
+    uint32_t element_stride; /* bytes from one element of a vector to the next; 0: side by side */
     int64_t offset;
     int64_t head_stride;
     int64_t token_stride;

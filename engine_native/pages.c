@@ -23,6 +23,7 @@ typedef struct {
     uint32_t offset; /* in the shared page that is open */
     bool shared_open;
     uint64_t *rows;           /* [tokens]: addresses of one stream's vectors */
+    uint8_t *gathered;        /* [tokens]: vectors whose elements lie apart; NULL: there are none */
     uint16_t *costs;          /* [tokens] */
     uint32_t *left_first;     /* [streams]: first token of the remainder */
     uint32_t *stream_offsets; /* [streams]: into parts->streams */
@@ -35,10 +36,20 @@ void fkv_parts_free(fkv_record_parts *parts)
     parts->streams = NULL;
 }
 
-static void packer_rows(packer *p, uint32_t entry, uint32_t head, uint32_t first_token)
+/* Where a vector lies after its elements were brought together. */
+static uint64_t packer_gather(packer *p, const fkv_plane_row *plane, uint32_t stride,
+                              uint64_t address, uint32_t token)
+{
+    uint8_t *to = p->gathered + (uint64_t)token * plane->vector_bytes;
+    fkv_vector_gather(plane, stride, (const uint8_t *)(uintptr_t)address, to);
+    return (uint64_t)(uintptr_t)to;
+}
+
+static void packer_rows(packer *p, const fkv_plane_row *plane, uint32_t entry, uint32_t head,
+                        uint32_t first_token)
 {
     const fkv_encode_batch *batch = p->batch;
-    uint32_t token = 0;
+    uint32_t token = 0, apart = batch->view->entries[entry].element_stride;
     for (uint32_t i = 0; i < p->record->block_count; i++) {
         const fkv_encode_block *b = &batch->blocks[p->record->first_block + i];
         if (token + b->tokens > first_token) {
@@ -49,7 +60,9 @@ static void packer_rows(packer *p, uint32_t entry, uint32_t head, uint32_t first
             while (t < b->tokens) {
                 uint64_t address = fkv_vector(batch->view, pointers, entry, head, t);
                 uint32_t end = fkv_piece_end(batch->view, t, b->tokens);
-                for (; t < end; address += stride) p->rows[token + t++] = address;
+                for (; t < end; address += stride, t++)
+                    p->rows[token + t] =
+                        apart ? packer_gather(p, plane, apart, address, token + t) : address;
             }
         }
         token += b->tokens;
@@ -177,7 +190,7 @@ static int packer_each(packer *p, packer_step step, bool remainder)
             const fkv_plane_row *row = &g->planes[plane];
             if (layer >= row->layers) continue;
             for (uint32_t head = 0; head < row->heads; head++, stream++) {
-                packer_rows(p, entry, head, remainder ? p->left_first[stream] : 0);
+                packer_rows(p, row, entry, head, remainder ? p->left_first[stream] : 0);
                 int status = step(p, row, stream);
                 if (status != FKV_OK) return status;
             }
@@ -199,6 +212,19 @@ static void packer_offsets(packer *p)
         }
 }
 
+/* Bytes of the longest vector whose elements lie apart. */
+static uint32_t packer_apart_bytes(const fkv_encode_batch *batch)
+{
+    uint32_t bytes = 0, entry = 0;
+    for (uint32_t p = 0; p < batch->geometry->plane_count; p++) {
+        const fkv_plane_row *plane = &batch->geometry->planes[p];
+        for (uint32_t l = 0; l < plane->layers; l++, entry++)
+            if (batch->view->entries[entry].element_stride && plane->vector_bytes > bytes)
+                bytes = plane->vector_bytes;
+    }
+    return bytes;
+}
+
 int fkv_pages_encode(const fkv_encode_batch *batch, const fkv_encode_record *record,
                      fkv_record_shape *shape, uint8_t *payload, fkv_record_parts *parts)
 {
@@ -209,6 +235,8 @@ int fkv_pages_encode(const fkv_encode_batch *batch, const fkv_encode_record *rec
                 .payload = payload,
                 .page_room = shape->payload_pages,
                 .stripe_room = shape->stripes};
+    uint32_t apart = packer_apart_bytes(batch);
+    if (apart) p.gathered = fkv_malloc((uint64_t)shape->tokens * apart);
     p.rows = fkv_malloc(shape->tokens * sizeof *p.rows);
     p.costs = fkv_malloc(shape->tokens * sizeof *p.costs);
     p.left_first = fkv_malloc(shape->streams * sizeof *p.left_first);
@@ -217,8 +245,8 @@ int fkv_pages_encode(const fkv_encode_batch *batch, const fkv_encode_record *rec
     parts->stripes = fkv_malloc(p.stripe_room * sizeof *parts->stripes);
     parts->streams = fkv_calloc(1, shape->stream_bytes);
     int status = FKV_NO_MEMORY;
-    if (p.rows && p.costs && p.left_first && p.stream_offsets && parts->page_crcs && parts->stripes
-        && parts->streams) {
+    if ((p.gathered || !apart) && p.rows && p.costs && p.left_first && p.stream_offsets
+        && parts->page_crcs && parts->stripes && parts->streams) {
         shape->stripes = shape->payload_pages = 0;
         packer_offsets(&p);
         status = packer_each(&p, packer_full_pages, false);
@@ -226,6 +254,7 @@ int fkv_pages_encode(const fkv_encode_batch *batch, const fkv_encode_record *rec
         if (status == FKV_OK && p.shared_open) packer_close_page(&p);
         shape->payload_bytes = shape->payload_pages * FKV_PAGE_BYTES;
     }
-    fkv_free(p.rows), fkv_free(p.costs), fkv_free(p.left_first), fkv_free(p.stream_offsets);
+    fkv_free(p.gathered), fkv_free(p.rows), fkv_free(p.costs), fkv_free(p.left_first),
+        fkv_free(p.stream_offsets);
     return status;
 }

@@ -179,24 +179,50 @@ static void stripe_rows(const fkv_reading *reading, const fkv_stripe *s, uint32_
     while (token < end) rows[token++ - s->first_token] = 0;
 }
 
-static bool stripe_decode(const fkv_reading *reading, const fkv_stripe *s, const uint8_t *page)
+/* Decodes vectors side by side and scatters those that are wanted. */
+static uint32_t stripe_decode_apart(const fkv_stripe *s, const fkv_plane_row *plane,
+                                    const fkv_stream_row *stream, const uint8_t *bases,
+                                    const uint8_t *in, uint32_t stride, const uint64_t *rows)
+{
+    uint32_t bytes = plane->vector_bytes;
+    uint8_t *whole = fkv_malloc((uint64_t)s->tokens * bytes);
+    uint64_t places[FKV_STRIPE_TOKENS_MAX];
+    if (!whole) return FKV_NO_MEMORY;
+    for (uint32_t t = 0; t < s->tokens; t++)
+        places[t] = rows[t] ? (uint64_t)(uintptr_t)(whole + (uint64_t)t * bytes) : 0;
+    bool good =
+        stream->mode == FKV_STREAM_PLAIN
+            ? s->length == (uint32_t)s->tokens * bytes
+            : fkv_fxp_decode(in, s->length, s->tokens, bytes, stream->mode, bases, places) == 0;
+    const uint8_t *from = stream->mode == FKV_STREAM_PLAIN ? in : whole;
+    for (uint32_t t = 0; good && t < s->tokens; t++, from += bytes)
+        if (rows[t]) fkv_vector_scatter(plane, stride, from, (uint8_t *)(uintptr_t)rows[t]);
+    fkv_free(whole);
+    return good ? FKV_OK : FKV_DAMAGED;
+}
+
+static uint32_t stripe_decode(const fkv_reading *reading, const fkv_stripe *s, const uint8_t *page)
 {
     const fkv_header *h = reading->header;
     uint64_t rows[FKV_STRIPE_TOKENS_MAX];
     uint32_t entry = h->stream_entries[s->stream], head = s->stream - h->entry_streams[entry];
-    uint32_t bytes = h->geometry.planes[fkv_entry_plane(&h->geometry, entry)].vector_bytes;
+    const fkv_plane_row *plane = &h->geometry.planes[fkv_entry_plane(&h->geometry, entry)];
+    uint32_t bytes = plane->vector_bytes;
+    uint32_t apart = reading->job->batch->view->entries[entry].element_stride;
     fkv_stream_row stream;
     const uint8_t *row = h->bytes + h->stream_offsets[s->stream], *in = page + s->offset;
     memcpy(&stream, row, sizeof stream);
     stripe_rows(reading, s, entry, head, rows);
-    if (stream.mode != FKV_STREAM_PLAIN)
-        return fkv_fxp_decode(in, s->length, s->tokens, bytes, stream.mode, row + sizeof stream,
-                              rows)
-               == 0;
-    if (s->length != (uint32_t)s->tokens * bytes) return false;
+    if (apart) return stripe_decode_apart(s, plane, &stream, row + sizeof stream, in, apart, rows);
+    if (stream.mode != FKV_STREAM_PLAIN) {
+        int status =
+            fkv_fxp_decode(in, s->length, s->tokens, bytes, stream.mode, row + sizeof stream, rows);
+        return status == 0 ? FKV_OK : FKV_DAMAGED;
+    }
+    if (s->length != (uint32_t)s->tokens * bytes) return FKV_DAMAGED;
     for (uint32_t t = 0; t < s->tokens; t++, in += bytes)
         if (rows[t]) memcpy((uint8_t *)(uintptr_t)rows[t], in, bytes);
-    return true;
+    return FKV_OK;
 }
 
 static void stripe_fail(fkv_reading *reading, const fkv_stripe *s, uint32_t status)
@@ -234,8 +260,8 @@ static void coded_place(const fkv_extent *extent)
             checked = s->page;
             good = page_good(extent, checked);
         }
-        if (!good || !stripe_decode(reading, s, page_at(extent, s->page)))
-            stripe_fail(reading, s, FKV_DAMAGED);
+        uint32_t status = good ? stripe_decode(reading, s, page_at(extent, s->page)) : FKV_DAMAGED;
+        if (status != FKV_OK) stripe_fail(reading, s, status);
     }
 }
 

@@ -94,6 +94,18 @@ static inline uint64_t fkv_vector(const fkv_view *view, const uint64_t *pointers
                         + (int64_t)token * place->token_stride);
 }
 
+/* Bytes of an element of a plane: what stays together where vectors are strided. */
+static inline uint32_t fkv_element_bytes(const fkv_plane_row *plane)
+{
+    if (plane->dtype == FKV_DTYPE_FP32) return 4;
+    return plane->dtype == FKV_DTYPE_BF16 || plane->dtype == FKV_DTYPE_FP16 ? 2 : 1;
+}
+/* Vectors between memory with a stride and side by side. */
+void fkv_vector_gather(const fkv_plane_row *plane, uint32_t stride, const uint8_t *from,
+                       uint8_t *to);
+void fkv_vector_scatter(const fkv_plane_row *plane, uint32_t stride, const uint8_t *from,
+                        uint8_t *to);
+
 /* One past the last token that lies as far behind its neighbour as `token`: its page's end. */
 static inline uint32_t fkv_piece_end(const fkv_view *view, uint32_t token, uint32_t end)
 {

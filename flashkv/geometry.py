@@ -319,7 +319,10 @@ AXES: Final = ("layer", "plane", "head", "token")
 
 @dataclass(frozen=True)
 class MemoryView:
-    """Order of the axes in the caller's memory, outermost first; a vector's elements lie innermost.
+    """Order of the axes in the caller's memory, outermost first; a vector's elements come last.
+
+    Tensors tell their strides, those of a vector's elements too: keys that an attention kernel
+    keeps transposed are a tensor with swapped axes.
 
     order         "layer", "plane", "head" and "token", each once. With "plane" last, the vectors of
                   the planes lie side by side: K and V joined in the last dimension.

@@ -30,6 +30,8 @@ from flashkv.native import ffi, lib, pointer
 _NAMESPACE_TAG: Final = b"flashkv namespace 0\0"
 _FINGERPRINT_TAG: Final = b"flashkv weights 0\0"
 _SHARD: Final = struct.Struct("<HHHHHHI")
+KEY_BYTES: Final = 32
+"""A key of the token chain: a whole SHA-256."""
 
 Extra = str | int | float | bool
 
@@ -264,15 +266,20 @@ def token_keys(
     block_tokens: int = 64,
     salt: bytes = b"",
     extra: bytes = b"",
+    parent: bytes = b"",
 ) -> NDArray[np.uint8]:
     """Keys of the blocks of a token sequence: uint8[ceil(tokens / block_tokens), 32].
 
     A Merkle chain: key[-1] = SHA-256(namespace | salt), key[i] = SHA-256(key[i-1] | tokens |
-    extra), the tokens as little-endian int32. A shorter last block has a key too.
+    extra), the tokens as little-endian int32. A shorter last block has a key too. parent: key of
+    the block before the first of these tokens; the chain goes on from there, and salt isn't used.
     Raises IdentityError, a ValueError.
     """
     salt = checks.raw(IdentityError, "salt", salt)
     extra = checks.raw(IdentityError, "extra", extra)
+    parent = checks.raw(IdentityError, "parent", parent)
+    if len(parent) not in (0, KEY_BYTES):
+        raise IdentityError("a parent is a key of the chain", value=len(parent), limit=KEY_BYTES)
     ids = checks.array(IdentityError, "token_ids", token_ids)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise IdentityError(
@@ -286,8 +293,8 @@ def token_keys(
     if ids.size and (int(ids.min()) < -(2**31) or int(ids.max()) >= 2**31):
         raise IdentityError("a token id doesn't fit 32 bits", value=int(ids.max()))
     tokens = np.ascontiguousarray(ids, dtype="<i4")
-    keys = np.empty((-(-ids.size // block_tokens), 32), np.uint8)
-    seed = hashlib.sha256(namespace_digest + salt).digest()
+    keys = np.empty((-(-ids.size // block_tokens), KEY_BYTES), np.uint8)
+    seed = parent or hashlib.sha256(namespace_digest + salt).digest()
     lib.fkv_token_chain(
         seed,
         pointer(tokens, "int32_t *"),

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from flashkv import limits
 from flashkv.arrays import ArrayInfo, contiguous
 from flashkv.errors import MemoryViewError
-from flashkv.geometry import AXES, DType, Group, KVGeometry, MemoryView
+from flashkv.geometry import AXES, DType, Group, KVGeometry, MemoryView, Plane
 from flashkv.native import dtype_of, ffi, lib, pointer
 
 JOINED: Final = -(1 << 62)
@@ -37,12 +37,16 @@ ALL: Final = Selection()
 
 
 class Strides(NamedTuple):
-    """Byte strides of one region; those of axes of size 1, or split into regions, don't matter."""
+    """Byte strides of one region; those of axes of size 1, or split into regions, don't matter.
+
+    element: from one element of a vector to the next; 0: side by side.
+    """
 
     layer: int
     plane: int
     head: int
     token: int
+    element: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,6 +166,7 @@ def strided_view(
             rows["region"] = region
             rows["head_stride"] = stride.head
             rows["token_stride"] = stride.token
+            rows["element_stride"] = stride.element
             rows["offset"] = 0 if "layer" in view.regions else layer * stride.layer
             if "plane" not in view.regions:
                 rows["offset"] += joined if stride.plane == JOINED else plane * stride.plane
@@ -377,6 +382,21 @@ def _shape_error(group: Group, view: MemoryView, region: int, info: ArrayInfo) -
     )
 
 
+def _check_element_stride(planes: list[Plane], stride: int, *, joined: bool) -> None:
+    """Raises MemoryViewError where elements of vectors may not lie so far apart."""
+    if joined or any(plane.dtype is DType.OPAQUE for plane in planes):
+        raise MemoryViewError(
+            "the innermost dimension must be contiguous where it joins planes or is opaque",
+            value=f"stride of {stride} bytes",
+        )
+    if not 0 < stride < 1 << 32:
+        raise MemoryViewError(
+            "elements of a vector lie too far apart, or backwards",
+            value=f"stride of {stride} bytes",
+            limit="1 to 4294967295 bytes",
+        )
+
+
 def _match_axes(
     group: Group, view: MemoryView, region: int, info: ArrayInfo, room: int
 ) -> Strides | None:
@@ -395,14 +415,12 @@ def _match_axes(
         if [size for _, size in wanted] != [size for size, _ in actual]:
             continue
         strides = {name: stride for (name, _), (_, stride) in zip(wanted, actual, strict=True)}
-        if strides.get("dim", info.item_bytes) != info.item_bytes:
-            raise MemoryViewError(
-                "the innermost dimension must be contiguous",
-                value=f"stride of {strides['dim']} bytes",
-                limit=f"{info.item_bytes} bytes",
-            )
         joined = "plane" in sizes and not any(name == "plane" for name, _ in form)
         found = {name: strides.get(name, 0) for name in AXES}
+        element = strides.get("dim", info.item_bytes)
+        if element != info.item_bytes:
+            _check_element_stride(planes, element, joined=joined)
+            found["element"] = element
         if joined:
             found["plane"] = JOINED
         return Strides(**found)

@@ -427,12 +427,13 @@ class Namespace:
         block_tokens: int = 64,
         salt: bytes = b"",
         extra: bytes = b"",
+        parent: bytes = b"",
     ) -> NDArray[np.uint8]:
         """Keys of a token sequence's blocks, flashkv's own chain.
 
-        Uint8[ceil(tokens / block_tokens), 32].
+        Uint8[ceil(tokens / block_tokens), 32]. parent: key of the block before, to go on from.
         """
-        return token_keys(self.digest, token_ids, block_tokens, salt, extra)
+        return token_keys(self.digest, token_ids, block_tokens, salt, extra, parent)
 
     def __repr__(self) -> str:
         return f"Namespace({self.identity.model!r}, {self.digest.hex()[:16]})"

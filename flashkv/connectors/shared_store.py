@@ -133,11 +133,14 @@ class SharedStore:
         self._released = False
 
     @classmethod
-    def acquire(cls, settings: StoreSettings, geometry: KVGeometry, *, engine: str) -> SharedStore:
+    def acquire(
+        cls, settings: StoreSettings, geometry: KVGeometry, *, engine: str, say: bool = True
+    ) -> SharedStore:
         """The process' handle of settings.path, opened where it is the first to ask.
 
-        geometry: of blocks, used where the store is made now. Raises OptionsError, CapacityError:
-        what the operator must change.
+        geometry: of blocks, used where the store is made now. say: False where another part of the
+        engine says why there is none. Raises OptionsError, CapacityError: what the operator must
+        change.
         """
         path = Path(settings.path).expanduser().absolute()
         try:
@@ -146,7 +149,8 @@ class SharedStore:
             raise
         except (StoreError, FlashKVError, OSError) as error:
             reason = str(error)
-            log.error("%s goes on without the flashkv store at %s: %s", engine, path, reason)
+            if say:
+                log.error("%s goes on without the flashkv store at %s: %s", engine, path, reason)
             return cls(None, reason, engine, path)
         return cls(store, "", engine, path)
 

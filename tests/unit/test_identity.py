@@ -186,6 +186,23 @@ def test_token_chain(tokens: list[int], granule: int, salt: bytes, extra: bytes)
     assert [row.tobytes() for row in keys] == expected
 
 
+def test_a_chain_goes_on_from_a_key() -> None:
+    namespace, tokens = bytes(range(32)), list(range(300))
+    whole = token_keys(namespace, tokens, 64, b"salt", b"extra")
+    rest = token_keys(namespace, tokens[128:], 64, extra=b"extra", parent=whole[1].tobytes())
+    assert (rest == whole[2:]).all()
+    other = token_keys(namespace, tokens[128:], 64, parent=whole[1].tobytes())
+    assert not (other == whole[2:]).all(axis=1).any()
+
+
+def test_a_parent_that_is_no_key_is_refused() -> None:
+    for wrong in (b"short", bytes(33)):
+        with pytest.raises(IdentityError, match="key of the chain"):
+            token_keys(bytes(32), [1, 2], parent=wrong)
+    with pytest.raises(IdentityError, match="parent"):
+        token_keys(bytes(32), [1, 2], parent="text")  # type: ignore[arg-type]
+
+
 def test_token_chain_takes_arrays_of_other_types() -> None:
     ids = np.arange(100)
     wanted = token_keys(bytes(32), ids.tolist())

@@ -281,7 +281,7 @@ def shaped(*shape: int, dtype: Any = np.uint16) -> np.ndarray:
         (shaped(BLOCKS, LAYERS, 2, HEADS, TOKENS, DIM + 1), "geometry"),
         (shaped(BLOCKS, LAYERS, 2, HEADS, TOKENS), "geometry"),
         (shaped(BLOCKS, LAYERS, 2, HEADS, TOKENS, DIM, dtype=np.float16), "bfloat16"),
-        (shaped(BLOCKS, LAYERS, 2, HEADS, TOKENS, 2 * DIM)[..., ::2], "innermost"),
+        (shaped(BLOCKS, LAYERS, 2, HEADS, TOKENS, 2 * DIM)[..., ::-2], "backwards"),
         (shaped(BLOCKS, LAYERS, 2, HEADS, 1025, DIM), "1024"),
         (shaped(BLOCKS, 7), "geometry"),
         (shaped(BLOCKS, 2 * LAYERS * 2 * HEADS * TOKENS * DIM)[:, ::2], "contiguous"),

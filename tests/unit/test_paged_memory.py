@@ -298,3 +298,93 @@ def test_a_view_of_pages_that_can_not_be(ns: Namespace) -> None:
         ns.get(names(BLOCKS), logical(9), view=view)
     many = MemoryView(regions=("layer",), block_tokens=1024, page_tokens=1)
     assert many.pages == 1024
+
+
+# ---- vectors whose elements lie apart ----
+
+
+class Transposed:
+    """Pages as some attention kernels keep them: K [row, layer, head, dim, token], V as ever."""
+
+    def __init__(self, dtype: Any, page_tokens: int, count: int = BLOCKS, dim: int = DIM) -> None:
+        pages = TOKENS // page_tokens
+        self.rows = np.random.default_rng(page_tokens).permutation(count * pages + FREE)
+        self.rows = self.rows[: count * pages].reshape(count, pages)
+        shape = (count * pages + FREE, LAYERS, HEADS)
+        self.keys = np.zeros((*shape, dim, page_tokens), dtype)
+        self.values = np.zeros((*shape, page_tokens, dim), dtype)
+        self.view = MemoryView(
+            "layer plane head token",
+            regions=("plane",),
+            block_tokens=TOKENS,
+            page_tokens=page_tokens,
+        )
+        rows = self.rows if pages > 1 else self.rows[:, 0]
+        self.regions = Regions([self.keys.swapaxes(-1, -2), self.values], rows)
+
+    def blocks(self) -> np.ndarray:
+        """[block, layer, plane, head, token, dim] of what the blocks' pages hold."""
+        both = np.stack([self.keys.swapaxes(-1, -2), self.values], axis=2)[self.rows]
+        moved = np.moveaxis(both, 1, 4)  # block, layer, plane, head, page, token, dim
+        return moved.reshape(*moved.shape[:4], TOKENS, -1)
+
+    def fill(self, blocks: np.ndarray) -> None:
+        split = blocks.reshape(*blocks.shape[:4], self.rows.shape[1], -1, blocks.shape[-1])
+        pages = np.moveaxis(split, 4, 1)  # block, page, layer, plane, head, token, dim
+        self.keys[self.rows] = pages[:, :, :, 0].swapaxes(-1, -2)
+        self.values[self.rows] = pages[:, :, :, 1]
+
+
+@pytest.mark.parametrize("codec", ["lossless", "raw"])
+@pytest.mark.parametrize(
+    ("dtype", "bits", "dim"),
+    [("bfloat16", np.uint16, 64), ("float32", np.float32, 32), ("float8_e4m3fn", np.uint8, 48)],
+)
+@pytest.mark.parametrize("page_tokens", [16, 64])
+def test_transposed_pages(
+    store_path: Path, codec: str, dtype: str, bits: Any, dim: int, page_tokens: int
+) -> None:
+    geometry = KVGeometry.gqa(LAYERS, HEADS, dim, dtype)
+    blocks = np.random.default_rng(11).standard_normal(
+        (BLOCKS, LAYERS, 2, HEADS, TOKENS, dim), np.float32
+    )
+    blocks = blocks if bits is np.float32 else (blocks.view(np.uint32) >> 16).astype(bits)
+    keys = names(BLOCKS)
+    with open_store(store_path, geometry, codec=codec) as store:
+        ns = store.namespace(IDENTITY)
+        source = Transposed(bits, page_tokens, dim=dim)
+        source.fill(blocks)
+        assert np.array_equal(source.blocks(), blocks)
+        assert ns.put(keys, source.regions, view=source.view).all_ok
+        plain = np.zeros_like(blocks)
+        assert ns.get(keys, plain).all_ok
+        assert np.array_equal(plain, blocks)
+        for other in (16, 64):
+            target = Transposed(bits, other, dim=dim)
+            assert ns.get(keys, target.regions, view=target.view).all_ok
+            assert np.array_equal(target.blocks(), blocks)
+            part = Transposed(bits, other, dim=dim)
+            result = ns.get(keys, part.regions, view=part.view, token_range=(7, 43))
+            assert result.all_ok
+            assert np.array_equal(part.blocks()[..., :36, :], blocks[..., 7:43, :])
+            assert not part.blocks()[..., 36:, :].any()
+        sources = [tensor[:, [1]] for tensor in source.regions.tensors]
+        target = Regions(
+            [np.zeros_like(tensor).swapaxes(-1, -2).copy().swapaxes(-1, -2) for tensor in sources],
+            source.regions.rows,
+        )
+        assert ns.get(keys, target, view=source.view, layers=[1]).all_ok
+        for wanted, found in zip(sources, target.tensors, strict=True):
+            assert np.array_equal(found[source.rows], wanted[source.rows])
+
+
+def test_memory_of_every_second_element(ns: Namespace) -> None:
+    blocks, keys = logical(12), names(BLOCKS)
+    wide = np.full((*blocks.shape[:-1], 2 * DIM), PAINT, np.uint16)
+    wide[..., ::2] = blocks
+    assert ns.put(keys, wide[..., ::2]).all_ok
+    target = np.full_like(wide, PAINT)
+    assert ns.get(keys, target[..., ::2]).all_ok
+    assert np.array_equal(target, wide)
+    with pytest.raises(MemoryViewError, match="backwards"):
+        ns.put(keys, blocks[..., ::-1])
