@@ -132,6 +132,21 @@ class SmallDisk:
         device = Path(f"/sys/dev/block/{self.device()}").resolve().name
         Path(f"/sys/fs/ext4/{device}/trigger_fs_error").write_text("a test")
 
+    @contextmanager
+    def small_requests(self) -> Iterator[None]:
+        """Requests of one page each, as long as the disk stays mounted.
+
+        A loop device takes it for a success when the file below takes a part of a request, as on a
+        file system that fills up; the rest is lost without a word. A page is taken whole or not.
+        """
+        limit = Path(f"/sys/dev/block/{self.device()}/queue/max_sectors_kb")
+        before = limit.read_text()
+        limit.write_text("4")
+        try:
+            yield
+        finally:
+            limit.write_text(before)
+
     def restart(self) -> None:
         """Unmounts and mounts again: the journal is replayed."""
         self.unmount()

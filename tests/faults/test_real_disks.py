@@ -188,14 +188,15 @@ def test_writes_that_fail_late(
             below.remount(f"size={24 * MIB}")
             with small_disk("ext4", IMAGE, folder=below.place) as disk:
                 trial = Trial(disk, random.Random(seed).choice(BACKENDS), seed, known=Known(0))
-                life = trial.life()
-                for _ in range(400):
-                    life.deed()
-                    if sum(life.errors.values()) > 3:
-                        break
-                assert life.errors, "the file system below was meant to fill up"
-                trial.end(life)
-                below.remount(f"size={2 * IMAGE}")
+                with disk.small_requests():
+                    life = trial.life()
+                    for _ in range(400):
+                        life.deed()
+                        if sum(life.errors.values()) > 3:
+                            break
+                    assert life.errors, "the file system below was meant to fill up"
+                    trial.end(life)
+                    below.remount(f"size={2 * IMAGE}")
                 disk.unmount()
                 subprocess.run(["e2fsck", "-fy", disk.image], check=False, capture_output=True)
                 disk.mount()
