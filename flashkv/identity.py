@@ -32,6 +32,8 @@ _FINGERPRINT_TAG: Final = b"flashkv weights 0\0"
 _SHARD: Final = struct.Struct("<HHHHHHI")
 KEY_BYTES: Final = 32
 """A key of the token chain: a whole SHA-256."""
+CHAIN_TOKENS: Final = 64
+"""Tokens a key of the chain, where an engine has no blocks of its own: those that share agree."""
 
 Extra = str | int | float | bool
 
@@ -263,7 +265,7 @@ def keyspace(
 def token_keys(
     namespace_digest: bytes,
     token_ids: Sequence[int] | NDArray[Any],
-    block_tokens: int = 64,
+    block_tokens: int = CHAIN_TOKENS,
     salt: bytes = b"",
     extra: bytes = b"",
     parent: bytes = b"",

@@ -21,7 +21,7 @@ from flashkv import checks, limits, records
 from flashkv.codec import CODECS, ENCODE_BLOCK, ENCODE_RECORD, EncodeJob
 from flashkv.errors import BatchResult, BlockStatus, KeyFormatError, MemoryViewError, OptionsError
 from flashkv.geometry import KVGeometry, MemoryView
-from flashkv.identity import Identity, Shard, keyspace, token_keys
+from flashkv.identity import CHAIN_TOKENS, Identity, Shard, keyspace, token_keys
 from flashkv.index import NONE, Keys
 from flashkv.layout import Selection, packed_view
 from flashkv.leases import Lease
@@ -424,7 +424,7 @@ class Namespace:
         self,
         token_ids: Sequence[int] | NDArray[Any],
         *,
-        block_tokens: int = 64,
+        block_tokens: int = CHAIN_TOKENS,
         salt: bytes = b"",
         extra: bytes = b"",
         parent: bytes = b"",

@@ -23,7 +23,7 @@ from contextlib import suppress
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
-from flashkv import checks
+from flashkv import checks, limits
 from flashkv.errors import BatchResult, BusyError, ClosedError, FlashKVError, OptionsError
 
 if TYPE_CHECKING:
@@ -295,4 +295,10 @@ class Client:
         self.close()
 
 
-__all__ = ["BatchResult", "Client", "Lanes", "Milestone", "Ticket"]
+def detached_client(max_tickets: int = limits.TICKETS_MAX) -> Client:
+    """A client of no store, with lanes of its own: for who must answer where there is none."""
+    lanes = Lanes()
+    return Client(lanes, lambda: None, lambda _: None, lambda _: lanes.close(), max_tickets)
+
+
+__all__ = ["BatchResult", "Client", "Lanes", "Milestone", "Ticket", "detached_client"]

@@ -25,11 +25,12 @@ import numpy.typing as npt
 
 from flashkv.data import load_sample
 from flashkv.geometry import DType, KVGeometry
+from flashkv.identity import CHAIN_TOKENS
 
 from .bench_sets import MIB, BlockSet, StoreSettings, page_aligned
 from .measure import spread
 
-BLOCK_TOKENS: Final = 64
+BLOCK_TOKENS: Final = CHAIN_TOKENS
 CODECS: Final = ("raw", "lossless")
 PASSES: Final = 3
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from flashkv.errors import IdentityError
 from flashkv.geometry import KVGeometry
-from flashkv.identity import Identity, weights_fingerprint
+from flashkv.identity import Extra, Identity, weights_fingerprint
 
 # Settings that don't change what the numbers of the KV mean, or are told elsewhere in the identity.
 NOT_IDENTITY: Final = frozenset(
@@ -74,7 +74,7 @@ class Checkpoint:
         running: Mapping[str, Any],
         own: Mapping[str, Any],
         adapter: str = "",
-        extras: Mapping[str, str | int | float | bool] | None = None,
+        extras: Mapping[str, Extra] | None = None,
     ) -> Identity:
         """Identity of the KV of this checkpoint as an engine runs it.
 
@@ -83,7 +83,7 @@ class Checkpoint:
         """
         changed = differences(running, own)
         rope = {name: changed.pop(name) for name in ROPE if name in changed}
-        more: dict[str, str | int | float | bool] = {"settings": self.settings, **(extras or {})}
+        more: dict[str, Extra] = {"settings": self.settings, **(extras or {})}
         if changed:
             more["overrides"] = _short(canonical(changed))
         return Identity(

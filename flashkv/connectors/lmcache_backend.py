@@ -15,12 +15,12 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -30,21 +30,17 @@ from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 
 from flashkv import limits
 from flashkv.connectors.checkpoint import Checkpoint
+from flashkv.connectors.lmcache_common import ENGINE, store_settings, stored_key
 from flashkv.connectors.lmcache_forms import Form, form_of
 from flashkv.connectors.lmcache_pins import Pins
 from flashkv.connectors.shared_store import SharedStore, StoreSettings
-from flashkv.connectors.storeless import StorelessClient
 from flashkv.errors import BatchResult, FlashKVError, IdentityError, OptionsError
 from flashkv.geometry import KVGeometry
-from flashkv.identity import Identity
+from flashkv.identity import Extra, Identity
 from flashkv.memory import Pointers
-from flashkv.tickets import Client
 
-ENGINE: Final = "LMCache"
 PREFIX: Final = "flashkv."
 OWN_SETTINGS: Final = frozenset({"model", "revision"})
-QUEUE_DEPTH: Final = 16
-"""Chunks are a megabyte and more: more of them at once only arrive later, all together."""
 
 
 class FlashKVBackend(StoragePluginInterface):  # type: ignore[misc]
@@ -69,13 +65,13 @@ class FlashKVBackend(StoragePluginInterface):  # type: ignore[misc]
             raise OptionsError("flashkv's storage plugin needs LMCache's config and metadata")
         self.form: Form = form_of(config, metadata)
         settings, own = _settings(config, metadata)
-        identity, self.weights_reason = _identity(config, metadata, own, self.form, settings.salt)
+        identity, self.weights_reason = _identity(
+            config, metadata, own, self.form, settings.extras()
+        )
         self._shared = SharedStore.acquire(settings, self.form.geometry, engine=ENGINE)
         self._namespace = self._shared.namespace(identity)
         store = self._shared.store
-        self._client: Client | StorelessClient = (
-            StorelessClient() if store is None or self._namespace is None else store.client()
-        )
+        self._client = self._shared.client()
         lease_ms = store.options.max_lease_ms if store is not None else limits.LEASE_MS_MAX
         self._pins = Pins(lease_ms)
         self._lock = threading.Lock()
@@ -310,16 +306,12 @@ class FlashKVBackend(StoragePluginInterface):  # type: ignore[misc]
 
     def stats(self) -> dict[str, Any]:
         """The store's figures, what went wrong, and why blocks are opaque or weights unknown."""
-        store = self._shared.store
-        own: dict[str, Any] = {
+        own = {
             "opaque_reason": self.form.reason,
             "weights_reason": self.weights_reason,
-            "no_store_reason": self._shared.reason,
-            "events": dict(self._shared.events),
             "blocks": dict(self.counts),
         }
-        open_store = store is not None and not store.closed
-        return {**own, "store": store.stats().as_dict() if store and open_store else None}
+        return {**own, **self._shared.report()}
 
 
 def _pointers(objects: list[Any]) -> Pointers:
@@ -330,8 +322,7 @@ def _pointers(objects: list[Any]) -> Pointers:
 @lru_cache(maxsize=65536)
 def _name(key: Any) -> bytes:
     """The key as LMCache writes it, in bytes: model, world size, worker, chunk, dtype, tags."""
-    raw: bytes = key.to_string().encode()
-    return raw if len(raw) <= limits.KEY_BYTES_MAX else hashlib.sha256(raw).digest()
+    return stored_key(key.to_string())
 
 
 def _names(keys: Sequence[Any]) -> list[bytes]:
@@ -345,31 +336,26 @@ def _settings(config: Any, metadata: Any) -> tuple[StoreSettings, dict[str, Any]
         for name, value in (config.extra_config or {}).items()
         if name.startswith(PREFIX)
     }
-    options = {"queue_depth": QUEUE_DEPTH, **(given.get("options") or {})}
-    given["options"] = options
-    settings = StoreSettings.parse(given, ENGINE, others=OWN_SETTINGS)
+    settings = store_settings(given, OWN_SETTINGS)
     if metadata.world_size > 1:  # one process writes a store
         rank = f"rank{metadata.worker_id}-of-{metadata.world_size}"
-        settings = StoreSettings.parse(
-            {**given, "path": Path(settings.path) / rank}, ENGINE, others=OWN_SETTINGS
-        )
+        settings = replace(settings, path=str(Path(settings.path) / rank))
     return settings, {name: given.get(name) for name in OWN_SETTINGS}
 
 
 def _identity(
-    config: Any, metadata: Any, own: dict[str, Any], form: Form, salt: str
+    config: Any, metadata: Any, own: dict[str, Any], form: Form, more: Mapping[str, Extra]
 ) -> tuple[Identity, str]:
     """(identity, why the weights are known by name only, "" where they are known).
 
     A model that was named in the settings must be found; LMCache's own name may be any.
     """
-    extras: dict[str, str | int | float | bool] = {
+    extras: dict[str, Extra] = {
         "engine": "lmcache",
         "chunk_hash": str(getattr(config, "pre_caching_hash_algorithm", "builtin")),
         "order": form.order if form.reason else "canonical",
+        **more,
     }
-    if salt:
-        extras["salt"] = hashlib.sha256(salt.encode()).hexdigest()
     kv_dtype = str(metadata.kv_dtype).removeprefix("torch.")
     geometry: KVGeometry = form.geometry
     named, revision = own.get("model"), own.get("revision") or None

@@ -14,32 +14,26 @@ Invariants
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flashkv import limits
 from flashkv.connectors.checkpoint import Checkpoint
+from flashkv.connectors.lmcache_common import ENGINE, store_settings, stored_key
 from flashkv.connectors.opaque import OPAQUE_GEOMETRY, split
 from flashkv.connectors.padded import get_padded, padded_form, put_padded
-from flashkv.connectors.shared_store import SharedStore, StoreSettings
-from flashkv.connectors.storeless import StorelessClient
+from flashkv.connectors.shared_store import SharedStore
 from flashkv.errors import BlockStatus, FlashKVError, OptionsError
-from flashkv.identity import Identity
+from flashkv.identity import Extra, Identity
 from flashkv.namespace import Namespace
-from flashkv.tickets import Client
 
-ENGINE: Final = "LMCache"
 OWN_PARAMS: Final = frozenset({"model", "revision", "kv_dtype"})
-QUEUE_DEPTH: Final = 16
-"""Blocks are a megabyte and more: more of them at once only arrive later, all together."""
 OPAQUE_REASON: Final = "native_plugin hands over bare buffers, without shape or dtype"
 
 Completion: TypeAlias = "tuple[int, bool, str, list[bool] | None]"
@@ -54,17 +48,13 @@ class FlashKVClient:
     """
 
     def __init__(self, **params: Any) -> None:
-        options = {"queue_depth": QUEUE_DEPTH, **(params.get("options") or {})}
-        settings = StoreSettings.parse({**params, "options": options}, ENGINE, others=OWN_PARAMS)
-        identity = _identity(params, settings.salt)
+        settings = store_settings(params, OWN_PARAMS)
+        identity = _identity(params, settings.extras())
         self._shared = SharedStore.acquire(settings, OPAQUE_GEOMETRY, engine=ENGINE)
         self._namespace = self._shared.namespace(identity)
         padded = replace(identity, extras={**identity.extras, "form": "padded"})
         self._padded = self._shared.namespace(padded)
-        store = self._shared.store
-        self._client: Client | StorelessClient = (
-            StorelessClient() if store is None or self._padded is None else store.client()
-        )
+        self._client = self._shared.client()
         self._lock = threading.Lock()
         self._refused: deque[Completion] = deque()
         self._refusals = 0
@@ -110,15 +100,8 @@ class FlashKVClient:
 
     def stats(self) -> dict[str, Any]:
         """The store's figures, what went wrong, and why blocks are opaque."""
-        store = self._shared.store
-        own: dict[str, Any] = {
-            "opaque_reason": OPAQUE_REASON,
-            "no_store_reason": self._shared.reason,
-            "events": dict(self._shared.events),
-            "blocks": dict(self.counts),
-        }
-        open_store = store is not None and not store.closed
-        return {**own, "store": store.stats().as_dict() if store and open_store else None}
+        own = {"opaque_reason": OPAQUE_REASON, "blocks": dict(self.counts)}
+        return {**own, **self._shared.report()}
 
     # ---- on the store's lanes ----
 
@@ -232,16 +215,10 @@ def _pick(items: Sequence[Any], rows: list[int]) -> Sequence[Any]:
 
 
 def _encoded(keys: Sequence[str]) -> list[bytes]:
-    """Keys as bytes; those too long for the store by their digest."""
-    raw = [key.encode() for key in keys]
-    if max(map(len, raw)) > limits.KEY_BYTES_MAX:
-        raw = [
-            key if len(key) <= limits.KEY_BYTES_MAX else hashlib.sha256(key).digest() for key in raw
-        ]
-    return raw
+    return list(map(stored_key, keys))
 
 
-def _identity(params: dict[str, Any], salt: str) -> Identity:
+def _identity(params: dict[str, Any], more: Mapping[str, Extra]) -> Identity:
     """What adapter_params tell; the keys carry LMCache's model name, rank, group and salt.
 
     Raises OptionsError, IdentityError.
@@ -249,9 +226,7 @@ def _identity(params: dict[str, Any], salt: str) -> Identity:
     for name in OWN_PARAMS:
         if not isinstance(params.get(name, ""), (str, os.PathLike)):
             raise OptionsError(f"{name} must be text", value=repr(params[name]))
-    extras: dict[str, str | int | float | bool] = {"engine": "lmcache", "interface": "l2"}
-    if salt:
-        extras["salt"] = hashlib.sha256(salt.encode()).hexdigest()
+    extras: dict[str, Extra] = {"engine": "lmcache", "interface": "l2", **more}
     kv_dtype = str(params.get("kv_dtype", ""))
     model = params.get("model", "")
     if not model:

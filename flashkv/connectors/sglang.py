@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -134,9 +133,7 @@ class FlashKVStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
             log.warning("flashkv stores nothing of SGLang's pool %s: %s", name, why)
             return
         part = part_of(name, memory, self._config, self._checkpoint.config)
-        extras = dict(part.extras)
-        if self._settings.salt:
-            extras["salt"] = hashlib.sha256(self._settings.salt.encode()).hexdigest()
+        extras = {**part.extras, **self._settings.extras()}
         identity = identity_of(name, memory, part.geometry, self._engine, self._checkpoint, extras)
         path = rank_folder(Path(self._settings.path), name, self._config)
         common = (memory, identity, part.shard, self._transfers)

@@ -22,7 +22,7 @@ from flashkv.connectors.sglang_interface import PoolName, get_context
 from flashkv.connectors.sglang_pools import PoolMemory
 from flashkv.errors import IdentityError
 from flashkv.geometry import KVGeometry
-from flashkv.identity import WHOLE, Identity, Shard, weights_fingerprint
+from flashkv.identity import WHOLE, Extra, Identity, Shard, weights_fingerprint
 
 # Of the engine's settings, those that change the numbers of the KV.
 MODEL: Final = """load_format quantization quantization_param_path modelopt_quant rl_quant_profile
@@ -130,10 +130,10 @@ def identity_of(
     geometry: KVGeometry,
     engine: Engine,
     checkpoint: Checkpoint,
-    extras: Mapping[str, str | int],
+    extras: Mapping[str, Extra],
 ) -> Identity:
     """Identity of a pool's pages."""
-    more: dict[str, str | int | float | bool] = {
+    more: dict[str, Extra] = {
         "keys": "sglang",  # its own hash chain: other engines' keys mean other things
         "page_tokens": memory.page_slots,
         "pool": name,

@@ -16,6 +16,7 @@ Invariants
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import threading
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import flashkv
+from flashkv import limits
 from flashkv.errors import (
     BatchResult,
     BlockStatus,
@@ -37,10 +39,11 @@ from flashkv.errors import (
     StoreError,
 )
 from flashkv.geometry import KVGeometry
-from flashkv.identity import Identity, Shard
+from flashkv.identity import Extra, Identity, Shard
 from flashkv.namespace import Namespace
 from flashkv.options import Options
 from flashkv.store import Store
+from flashkv.tickets import Client, detached_client
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +103,10 @@ class StoreSettings:
             raise OptionsError("salt must be text", value=repr(settings.salt))
         settings.store_options()  # raises what is wrong with them now
         return settings
+
+    def extras(self) -> dict[str, Extra]:
+        """What of the settings goes into an identity, where keys are the engine's own."""
+        return {"salt": hashlib.sha256(self.salt.encode()).hexdigest()} if self.salt else {}
 
     def store_options(self) -> Options:
         """The options to open the store with. Raises OptionsError."""
@@ -166,6 +173,21 @@ class SharedStore:
         except (StoreError, OSError) as error:
             self.note("namespace", str(error))
             return None
+
+    def client(self, *, max_tickets: int = limits.TICKETS_MAX) -> Client:
+        """A client of the store; without one, of no store: its calls find nothing to work on."""
+        if self.store is None:
+            return detached_client(max_tickets)
+        return self.store.client(max_tickets=max_tickets)
+
+    def report(self) -> dict[str, Any]:
+        """For operators: the store's figures, None without an open one; what went wrong."""
+        open_store = self.store if self.store is not None and not self.store.closed else None
+        return {
+            "no_store_reason": self.reason,
+            "events": dict(self.events),
+            "store": None if open_store is None else open_store.stats().as_dict(),
+        }
 
     def note(self, word: str, reason: str) -> None:
         """Something went wrong: counted under `word`, and logged the first time."""

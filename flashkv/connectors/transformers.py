@@ -188,7 +188,9 @@ class PrefixCache:
         wait: False: returns while the layers are still being read; whoever looks at a layer waits
         for it, and gets PrefixLostError where it can't be had.
         """
-        rows = rows_of(input_ids, attention_mask)
+        return self._restore(rows_of(input_ids, attention_mask), wait=wait)
+
+    def _restore(self, rows: Sequence[Row], *, wait: bool) -> tuple[Any, int]:
         leases: list[Lease] = []
         try:
             columns = self._match(rows, leases)
@@ -287,7 +289,7 @@ class PrefixCache:
         positions = torch.arange(ids.shape[1], device=self._device)[None] - first
         inputs = {"position_ids": positions.clamp(min=0)}
         mask = None if attention_mask is None else (positions >= 0).to(torch.long)
-        cache, restored = self.restore(input_ids, attention_mask, wait=False)
+        cache, restored = self._restore(rows, wait=False)
         try:
             return self._compute(ids, mask, inputs, rows, cache, restored, options)
         except PrefixLostError:

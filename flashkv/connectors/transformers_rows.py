@@ -17,13 +17,13 @@ import numpy.typing as npt
 
 from flashkv.errors import MemoryViewError
 from flashkv.geometry import MemoryView
+from flashkv.identity import CHAIN_TOKENS
 from flashkv.memory import Regions
 
 if TYPE_CHECKING:
     from flashkv.namespace import Namespace
 
-BLOCK_TOKENS: Final = 64
-"""Tokens a block: the granule of flashkv's own token chain."""
+BLOCK_TOKENS: Final = CHAIN_TOKENS
 # Each layer's K and V is memory of its own: [kv_head, token, dim], the tokens of a block in a row.
 VIEW: Final = MemoryView("layer plane head token", regions=("layer", "plane"))
 

@@ -24,10 +24,8 @@ from typing import Any, Final
 from flashkv.connectors.checkpoint import Checkpoint
 from flashkv.errors import GeometryError, IdentityError
 from flashkv.geometry import DType, Group, GroupKind, KVGeometry, MemoryView, Plane, Role
-from flashkv.identity import Identity
+from flashkv.identity import CHAIN_TOKENS, Identity
 
-GRANULE: Final = 64
-"""Tokens a block of flashkv's own token chain."""
 WITHOUT_DRAFT_KV: Final = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 """Ways of speculative decoding whose drafts keep no KV."""
 LENGTH_DEPENDENT_ROPE: Final = ("longrope", "su", "dynamic")
@@ -100,14 +98,14 @@ def paged_layout(
     known = _known_form(vllm_config, specs, kernel_form)
     if isinstance(known, str):
         return _opaque(specs, layers, known)
-    if block_tokens % GRANULE and GRANULE % block_tokens:
+    if block_tokens % CHAIN_TOKENS and CHAIN_TOKENS % block_tokens:
         raise UnsupportedSetupError(
             "vLLM's blocks neither divide nor are made of blocks of flashkv",
             value=f"block_size {block_tokens}",
-            limit=f"a divisor or a multiple of {GRANULE}",
+            limit=f"a divisor or a multiple of {CHAIN_TOKENS}",
         )
     form, geometry, heads = known
-    return PagedLayout(geometry, layers, block_tokens, GRANULE, form, heads)
+    return PagedLayout(geometry, layers, block_tokens, CHAIN_TOKENS, form, heads)
 
 
 def _refuse_unsupported(vllm_config: Any) -> None:

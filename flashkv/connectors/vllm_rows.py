@@ -33,7 +33,7 @@ from flashkv.connectors.vllm_model import (
 )
 from flashkv.errors import IdentityError, MemoryViewError
 from flashkv.geometry import KVGeometry, MemoryView
-from flashkv.identity import Identity
+from flashkv.identity import Extra, Identity
 from flashkv.memory import Pointers
 from flashkv.native import ffi
 
@@ -171,16 +171,20 @@ def engine_configs() -> tuple[Any, Any]:
     )
 
 
-def row_identity(spec: Any, configs: tuple[Any, Any], layout: PagedLayout, salt: str) -> Identity:
-    """Identity of rows: the model's, and how this vLLM orders their bytes. Raises IdentityError."""
+def row_identity(
+    spec: Any, configs: tuple[Any, Any], layout: PagedLayout, more: Mapping[str, Extra]
+) -> Identity:
+    """Identity of rows: the model's, and how this vLLM orders their bytes; more: further extras.
+
+    Raises IdentityError.
+    """
     vllm_config = configs[0]
     whole = model_identity(vllm_config, layout, own_config(vllm_config.model_config))
-    extras: dict[str, Any] = {**whole.extras, "rows": _digest(_order_of_bytes(spec, vllm_config))}
+    order = _digest(_order_of_bytes(spec, vllm_config))
+    extras: dict[str, Extra] = {**whole.extras, "rows": order, **more}
     speculative = vllm_config.speculative_config
     if speculative is not None:
         extras["speculative"] = _digest(_draft(speculative))
-    if salt:
-        extras["salt"] = hashlib.sha256(salt.encode()).hexdigest()
     return replace(whole, extras=extras)
 
 

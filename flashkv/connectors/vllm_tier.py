@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -24,9 +24,8 @@ from numpy.typing import NDArray
 
 from flashkv.connectors.engines import check_fields, check_methods, engine_imports
 from flashkv.connectors.shared_store import SharedStore, StoreSettings
-from flashkv.connectors.storeless import StorelessClient
 from flashkv.errors import BatchResult, FlashKVError
-from flashkv.tickets import Client, Ticket
+from flashkv.tickets import Ticket
 
 with engine_imports("vllm"):
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
@@ -132,18 +131,15 @@ class FlashKVTier(SecondaryTierManager):  # type: ignore[misc]
             backpressure_detector=backpressure_detector,
         )
         self.locality = Locality(locality) if locality is not None else None
-        parsed = _of_replica(StoreSettings.parse(settings, ENGINE), offloading_spec, settings)
+        parsed = _of_replica(StoreSettings.parse(settings, ENGINE), offloading_spec)
         configs = engine_configs()
         self._rows: Rows
         self._rows, layout = rows_of(offloading_spec, primary_kv_view, configs)
-        identity = row_identity(offloading_spec, configs, layout, parsed.salt)
+        identity = row_identity(offloading_spec, configs, layout, parsed.extras())
         self._shared = SharedStore.acquire(parsed, self._rows.geometry, engine=ENGINE)
         self._namespace = self._shared.namespace(identity)
-        store = self._shared.store if self._namespace is not None else None
-        self._loads: Client | StorelessClient
-        self._stores: Client | StorelessClient
-        self._loads = StorelessClient() if store is None else store.client()
-        self._stores = StorelessClient() if store is None else store.client(max_tickets=STORES_MAX)
+        self._loads = self._shared.client()
+        self._stores = self._shared.client(max_tickets=STORES_MAX)
         self._open: dict[Ticket, _Transfer] = {}
         self._over: list[Any] = []  # results of jobs that were refused
         self._failed: dict[bytes, None] = {}  # keys not to be loaded, oldest first
@@ -210,13 +206,13 @@ class FlashKVTier(SecondaryTierManager):  # type: ignore[misc]
         stored = np.zeros(len(keys), np.bool_)
         if self._namespace is None:
             return stored
-        for replace, rows in ((False, np.flatnonzero(~again)), (True, np.flatnonzero(again))):
+        for anew, rows in ((False, np.flatnonzero(~again)), (True, np.flatnonzero(again))):
             if len(rows):
                 result = self._namespace.put(
                     [keys[row] for row in rows.tolist()],
                     self._rows.pointers(chunks[rows]),
                     view=self._rows.view,
-                    replace=replace,
+                    replace=anew,
                 )
                 self._shared.note_statuses("store", result)
                 stored[rows] = ~result.lost
@@ -324,15 +320,8 @@ class FlashKVTier(SecondaryTierManager):  # type: ignore[misc]
 
     def report(self) -> dict[str, Any]:
         """The store's figures, what went wrong, and why rows are opaque."""
-        store = self._shared.store
-        open_store = store is not None and not store.closed
-        return {
-            "opaque_reason": self._rows.reason,
-            "no_store_reason": self._shared.reason,
-            "events": dict(self._shared.events),
-            "blocks": dict(self._counts),
-            "store": store.stats().as_dict() if store and open_store else None,
-        }
+        own = {"opaque_reason": self._rows.reason, "blocks": dict(self._counts)}
+        return {**own, **self._shared.report()}
 
 
 def _by_position(job: Any) -> tuple[list[bytes], NDArray[Any]]:
@@ -348,10 +337,10 @@ def _by_position(job: Any) -> tuple[list[bytes], NDArray[Any]]:
     return [keys[row] for row in order.tolist()], chunks[order]
 
 
-def _of_replica(settings: StoreSettings, spec: Any, given: dict[str, Any]) -> StoreSettings:
+def _of_replica(settings: StoreSettings, spec: Any) -> StoreSettings:
     """One process writes a store: each data-parallel replica has its own, in a folder within."""
     parallel = spec.config.parallel
     if parallel.data_parallel_size <= 1:
         return settings
     path = f"{settings.path}/replica{parallel.data_parallel_index}"
-    return StoreSettings.parse({**given, "path": path}, ENGINE)
+    return replace(settings, path=path)

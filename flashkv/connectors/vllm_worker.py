@@ -18,7 +18,6 @@ Invariants
 
 from __future__ import annotations
 
-import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -28,6 +27,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from flashkv.connectors.flusher import Flusher
 from flashkv.connectors.shared_store import SharedStore
 from flashkv.connectors.vllm_model import PagedLayout
 from flashkv.connectors.vllm_pages import PagedMemory
@@ -41,7 +41,7 @@ LAYER_GROUP_BYTES: Final = 8 << 20
 """Aim of what one ticket reads of a step's loads: below, its fixed cost shows."""
 LAYER_GROUPS_MAX: Final = 8
 """Most tickets that a step's loads are split into: more overlap little more with computing."""
-DURABLE_AFTER_S: Final = 2.0
+DURABLE_AFTER_MS: Final = 2_000
 """So long after a save it is made durable, whatever else happens: workers are often killed."""
 IDLE_WAIT_MS: Final = 2.0
 """How long a step without tokens waits for a load between steps: vLLM asks again at once."""
@@ -97,14 +97,16 @@ class WorkerSide:
         self._saving: dict[str, list[tuple[Ticket, Save]]] = defaultdict(list)
         self._failed: set[int] = set()
         self._heard = Heard()
-        self._flusher: threading.Timer | None = None
+        self._flusher: Flusher | None = None
         self._told: Counter[str] = Counter()
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """vLLM's caches, by layer. Raises MemoryViewError where they aren't as expected."""
         self._memory = PagedMemory(self._layout, kv_caches)
         if self._namespace is not None and self._shared.store is not None:
-            self._client = self._shared.store.client()
+            store = self._shared.store
+            self._client = store.client()
+            self._flusher = Flusher(store, DURABLE_AFTER_MS, self._shared.note)
 
     # ---- loading ----
 
@@ -296,21 +298,8 @@ class WorkerSide:
             self.counts["unsaved_tokens"] += self._layout.granule * count
         else:
             self._saving[save.request_id].append((ticket, save))
-            self._flush_later()
-
-    def _flush_later(self) -> None:
-        if self._flusher is None or not self._flusher.is_alive():
-            self._flusher = threading.Timer(DURABLE_AFTER_S, self._flush)
-            self._flusher.daemon = True
-            self._flusher.start()
-
-    def _flush(self) -> None:
-        self._flusher = None
-        try:
-            if self._shared.store is not None:
-                self._shared.store.flush()
-        except FlashKVError as error:
-            self._shared.note("flush", str(error))
+            if self._flusher is not None:
+                self._flusher.soon()
 
     def release(self, request_ids: Iterable[str]) -> None:
         """Returns once nothing is read any more from blocks that these requests gave back."""
@@ -371,7 +360,7 @@ class WorkerSide:
     def close(self) -> None:
         """Waits for what was begun; what it stored becomes durable when the store is closed."""
         if self._flusher is not None:
-            self._flusher.cancel()
+            self._flusher.close()
         with suppress(FlashKVError):
             if self._client is not None:
                 self._client.close()

@@ -26,7 +26,7 @@ Run = Callable[..., Any]
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if HERE in Path(item.fspath).parents and item.get_closest_marker("unit") is None:
+        if HERE in Path(item.fspath).parents:
             item.add_marker(pytest.mark.engines)
             item.add_marker(pytest.mark.timeout(900))
 
@@ -75,15 +75,21 @@ def run_engine(tmp_path: Path) -> Run:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a random Llama whose greedy text depends on the whole context: 4 layers, 2 KV heads
-    of 32, float32, VOCABULARY token ids.
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Makes a model of random weights and returns its folder.
+
+    random_model(name, architecture, configuration, std=..., **settings): 4 layers, 2 KV heads of
+    32, float32, VOCABULARY token ids; std: of its weights. architecture and configuration are names
+    of transformers' classes.
     """
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
+
+    def make(
+        name: str, architecture: str, configuration: str, *, std: float, **settings: Any
+    ) -> Path:
+        torch.manual_seed(0)
+        config = getattr(transformers, configuration)(
             vocab_size=VOCABULARY,
             hidden_size=128,
             intermediate_size=256,
@@ -94,15 +100,25 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
             max_position_embeddings=4096,
             bos_token_id=None,
             eos_token_id=None,
-            tie_word_embeddings=True,
+            **settings,
         )
+        model = getattr(transformers, architecture)(config)
+        for weight in model.parameters():
+            if weight.ndim == 2:
+                torch.nn.init.normal_(weight, std=std)
+        folder = tmp_path_factory.mktemp("model") / name
+        model.save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_model(random_model: Callable[..., Path]) -> Path:
+    """Folder of a Llama whose greedy text depends on the whole context."""
+    return random_model(
+        "tiny-llama", "LlamaForCausalLM", "LlamaConfig", std=0.25, tie_word_embeddings=True
     )
-    for weight in model.parameters():
-        if weight.ndim == 2:
-            torch.nn.init.normal_(weight, std=0.25)
-    folder = tmp_path_factory.mktemp("model") / "tiny-llama"
-    model.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="session")

@@ -31,35 +31,18 @@ def vllm(run_engine: Callable[..., Any], tiny_model: Path, prompt: list[int]) ->
 
 
 @pytest.fixture(scope="session")
-def hybrid_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def hybrid_model(random_model: Callable[..., Path]) -> Path:
     """A random Gemma 3: layers of sliding windows and of full attention, two KV groups in vLLM."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    model = transformers.Gemma3ForCausalLM(
-        transformers.Gemma3TextConfig(
-            vocab_size=512,
-            hidden_size=128,
-            intermediate_size=256,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            max_position_embeddings=4096,
-            sliding_window=256,
-            layer_types=["sliding_attention", "full_attention"] * 2,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=0,
-            tie_word_embeddings=False,
-        )
+    return random_model(
+        "tiny-gemma3",
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        std=0.05,
+        sliding_window=256,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        pad_token_id=0,
+        tie_word_embeddings=False,
     )
-    for weight in model.parameters():
-        if weight.ndim == 2:
-            torch.nn.init.normal_(weight, std=0.05)
-    folder = tmp_path_factory.mktemp("model") / "tiny-gemma3"
-    model.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture

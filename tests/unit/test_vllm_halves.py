@@ -560,7 +560,7 @@ def test_saves_become_durable_by_themselves(
     """Engines may be idle, or killed: nothing has to follow a save."""
     assert shared.store is not None
     flushed = threading.Event()
-    monkeypatch.setattr(vllm_worker, "DURABLE_AFTER_S", 0.05)
+    monkeypatch.setattr(vllm_worker, "DURABLE_AFTER_MS", 50)
     monkeypatch.setattr(shared.store, "flush", flushed.set)
     engine = Engine(shared)
     engine.start(Request("a", IDS))
