@@ -222,9 +222,17 @@ def apply(data: bytearray, change: Pending, fate: int) -> None:
 
 
 def _uncovered(older: Pending, newer: Pending) -> list[Pending]:
-    """What is left of a doubtful change to a file's bytes under one that is durable."""
+    """What is left of a doubtful change to a file under one that is durable.
+
+    A durable truncation says how long the file is: none before it is heard of again, nor what lay
+    behind its end.
+    """
     start, end = older.offset, older.offset + len(older.data)
     first, last = newer.offset, newer.offset + len(newer.data)
+    if older.doubtful and newer.truncates:
+        if older.truncates or (not older.data and older.length > newer.length):
+            return []
+        first, last = newer.length, max(end, newer.length)
     if not older.doubtful or last <= start or end <= first:
         return [older]
     parts = [(start, max(start, min(first, end))), (min(end, max(last, start)), end)]

@@ -170,3 +170,25 @@ def test_half_of_a_doubtful_rename_is_left(files: SimFiles) -> None:
     (change,) = replay.pending()
     assert replay.image({}) == {"old": b"new"}
     assert replay.image({change: KEPT}) == {"old": b"new", "other": OLD}
+
+
+def test_a_durable_truncation_ends_what_is_doubtful_of_a_file(files: SimFiles) -> None:
+    """Neither an earlier truncation nor bytes behind the new end come back over what follows."""
+    for data in (b"n" * SECTOR, b"m" * 2 * SECTOR):
+        fd = files.open(files.root / "old", NEW | os.O_TRUNC)
+        files.write(fd, data)
+        failing_sync(files, fd)
+        files.close(fd)
+    replay = replay_of(files)
+    assert [change.doubtful for change in replay.pending()] == [True] * 4
+    images = [
+        replay.image(fate)["old"] or b"" for fate in fates(replay.pending(), random.Random(1))
+    ]
+    assert {len(image) // SECTOR for image in images} == {0, 2, 3}
+    fd = files.open(files.root / "old", NEW | os.O_TRUNC)
+    files.write(fd, b"new")
+    files.sync(fd)
+    files.close(fd)
+    replay = replay_of(files)
+    assert not replay.pending()
+    assert replay.image({}) == {"old": b"new"}
