@@ -94,6 +94,11 @@ SEGMENT_COUNT_MIN: Final = 4
 """One open, one to reclaim, and two that leases may hold, which is half of them."""
 RECORDS_PER_SEGMENT_MIN: Final = 4
 """A record is at most a quarter of a segment, so sealing wastes less than that."""
+SEALING_SYNC: Final = 3
+"""Full segments that one sync makes durable, or fewer of a GiB, where nobody asks for it before."""
+SEALING_MAX: Final = 4
+"""Full segments without a directory: what an opening after a power cut scans, beside the open one.
+"""
 WRITE_RUN_BYTES: Final = 1 * MIB
 """Aim of one write: drives reach their bandwidth there, and more only adds latency."""
 FREE_FLOOR_BYTES: Final = 256 * MIB

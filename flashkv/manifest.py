@@ -78,6 +78,7 @@ class Manifest:
         self._length_max = min(4 * limits.MIB, reserve_of(superblock.capacity_bytes) // 8)
         self._uncertain = False
         self._owes_kills = self._owes_ends = False  # the state holds some that no log has
+        self._owes_sync = False  # the log's end may not be durable
 
     # ---- creation ----
 
@@ -107,7 +108,11 @@ class Manifest:
     def segment_opened(
         self, segment: int, epoch: int, segment_uuid: bytes, *, sync: bool = True
     ) -> None:
-        """The segment's space is used again from here on."""
+        """The segment's space is used again from here on.
+
+        sync: False where the uuid is new: after a crash that takes this entry the epoch may have
+        that number once more, but what was written under it binds to another uuid.
+        """
         self.state.opened(segment, epoch, segment_uuid)
         self._append(
             [(lib.FKV_MANIFEST_OPENED, segment_row(segment, epoch, segment_uuid))], sync=sync
@@ -170,14 +175,21 @@ class Manifest:
         self._length += len(data)
         self.bytes_written += len(data)
         self._owes_kills = self._owes_ends = False
+        self._owes_sync = not sync
 
     def settle(self, *, ends: bool) -> None:
-        """Makes durable what a failed write left out. Raises StoreError.
+        """Makes durable what was appended, and what a failed write left out. Raises StoreError.
 
         ends: of segments too, whose blocks come back else; they are whole and the newest.
         """
         if self._owes_kills or (ends and self._owes_ends):
             self.checkpoint()
+        elif self._owes_sync:
+            try:
+                self._files.sync_data(self._fd)
+            except OSError:
+                self.checkpoint()  # never the same file again
+            self._owes_sync = False
 
     def _encode(self, kind: int, payload: bytes) -> bytes:
         entry = encode_entry(kind, payload, self._ordinal, self.superblock.store_uuid)
@@ -203,7 +215,7 @@ class Manifest:
         except OSError as error:
             name = manifest_name(generation)
             raise StoreError(f"can't write the manifest {name}: {error}") from error
-        self._uncertain = self._owes_kills = self._owes_ends = False
+        self._uncertain = self._owes_kills = self._owes_ends = self._owes_sync = False
         self.close()
         self._fd = fd
         self._length_before = self._length
@@ -302,7 +314,7 @@ class Manifest:
     # ---- segment files ----
 
     def create_segment(self, segment: int) -> Path:
-        """An empty file for a segment, its folder entry durable."""
+        """An empty file for a segment, its folder entry durable. On any thread."""
         path = segment_path(self.folder, segment)
         fd = self._files.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         self._files.close(fd)

@@ -1,19 +1,16 @@
-"""Coded records -> the tail of the open segment: places, index, directory, sync.
+"""Coded records -> the tail of the open segment: places, index, kills.
 
 Invariants
   - a record is in the index only once its bytes lie whole in a staging buffer that will be written
     (captured); if the write fails, its blocks leave the index for good, and flush() says so;
   - sequences grow; within a segment records lie in the order of their sequences;
-  - a segment's directory is written only after all its records are durable;
-  - a failed sync is never repeated: the segment is closed at its last durable point and what came
-    since is dropped;
+  - a full segment is sealed (sealer.py) while the next one is filled;
   - a kill that a newer record caused becomes durable only after that record is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -29,6 +26,7 @@ from flashkv.index import Index
 from flashkv.manifest import Manifest
 from flashkv.manifest_log import KILL
 from flashkv.native import aligned_copy, lib, pointer
+from flashkv.sealer import Sealer
 from flashkv.segments import DIR_BLOCK, DIR_RECORD, Segment, Segments, SegmentState
 from flashkv.space import Space
 
@@ -42,10 +40,7 @@ class WriterCounters:
     """Bytes of records, headers included; blocks that a failure took."""
 
     record_bytes_written: int = 0
-    segment_bytes_written: int = 0
     lost_blocks: int = 0
-    failed_syncs: int = 0
-    sealed_segments: int = 0
     flushes: int = 0
 
 
@@ -80,7 +75,6 @@ class SegmentWriter:
         self.counters = WriterCounters()
         self.flights = Flights(io, staging, self._lose)
         self.next_sequence = next_sequence
-        self.durable_sequence = next_sequence - 1
         self._last_appended = next_sequence - 1
         self._segments = segments
         self._space = space
@@ -89,7 +83,16 @@ class SegmentWriter:
         self._io = io
         self._staging = staging
         self._bloom = bloom
+        self.sealer = Sealer(
+            segments,
+            io,
+            self.flights,
+            self._lose,
+            durable_sequence=next_sequence - 1,
+            bloom=bloom,
+        )
         self._open: Segment | None = next(iter(segments.in_state(SegmentState.OPEN)), None)
+        self._looked: Segment | None = None  # the open segment, once its successor was seen to
         self._lost_since_flush = 0
         self._kills: list[tuple[int, NDArray[Any]]] = []  # (sequence that caused them, rows)
         self._ready: list[NDArray[Any]] = []  # rows of what failed or was deleted
@@ -115,7 +118,16 @@ class SegmentWriter:
             statuses[first:end] = block_statuses(records["status"])
             self._place(records, job, rows, buffer, statuses[first:end])
             self.flights.launch(least=limits.WRITE_RUN_BYTES)
+            self._look_ahead()
         return statuses
+
+    def _look_ahead(self) -> None:
+        """Begins what would hold up a later put, if there is anything."""
+        self.sealer.advance()
+        segment = self._open
+        if segment is not None and segment is not self._looked and segment.half_full():
+            self._looked = segment
+            self._space.prepare()
 
     def _buffer_with(self, length: int) -> StagingBuffer:
         """The staging buffer that is being filled, if so many bytes fit, else another."""
@@ -159,6 +171,8 @@ class SegmentWriter:
         the first record.
         """
         segment = self._open
+        if segment is not None and segment.state is not SegmentState.OPEN:
+            segment = self._open = None  # given up
         if segment is not None and rows.namespace_digest in segment.namespaces:
             count = self._fitting(segment, records)
             if count or not segment.touched:
@@ -166,8 +180,9 @@ class SegmentWriter:
         elif segment is not None and self._fitting(segment, records[:1], _namespace_pages(rows)):
             self._append_namespace(segment, rows)
             return segment, self._fitting(segment, records)
-        self.seal()
-        segment = self._open = self._space.take(self.next_sequence, self.take_kills)
+        self._retire_open()
+        take = self._space.take
+        segment = self._open = take(self.next_sequence, self.take_kills, self.sealer.finish)
         if segment is None:
             return None, 0
         self._append_namespace(segment, rows)
@@ -260,7 +275,6 @@ class SegmentWriter:
         )
         self._io.write(segment.fd, data, segment.next_page * limits.PAGE_BYTES)
         segment.next_page += size // limits.PAGE_BYTES
-        self.counters.segment_bytes_written += size
 
     # ---- losing ----
 
@@ -282,7 +296,7 @@ class SegmentWriter:
 
     def take_kills(self) -> NDArray[Any]:
         """Queued kills whose cause is durable, or that have none; older versions come first."""
-        durable = self.durable_sequence
+        durable = self.sealer.durable_sequence
         with self.flights.lock:
             ready = [rows for cause, rows in self._kills if cause <= durable] + self._ready
             kills = np.concatenate(ready) if ready else np.zeros(0, KILL)
@@ -296,7 +310,7 @@ class SegmentWriter:
         Those are logged only once what superseded them is durable, so that it is now made so.
         """
         # Queued first: whatever cuts this call, the next flush logs them.
-        if any(cause > self.durable_sequence for cause, _ in self._kills):
+        if any(cause > self.sealer.durable_sequence for cause, _ in self._kills):
             self.queue_kills(dropped, self._last_appended)
             self._make_durable()
         else:
@@ -335,9 +349,9 @@ class SegmentWriter:
         Where a sync fails the segment's contents go: nobody knows how much of them was durable.
         """
         for segment in incomplete:
-            if self._failing([segment]) or not self._finish(segment):
+            if self.sealer.failing([segment]) or not self.sealer.write_directory(segment):
                 self._end(segment)
-        for segment in self._failing(self._unsynced().values()):
+        for segment in self.sealer.failing(self.sealer.unsynced()):
             self._end(segment)
 
     def _end(self, segment: Segment) -> None:
@@ -346,84 +360,21 @@ class SegmentWriter:
         self.counters.lost_blocks += self._space.end(segment)
 
     def _make_durable(self) -> None:
+        self.sealer.finish()
         self.flights.wait_written()
-        self._sync(self._unsynced().values())
-        self.durable_sequence = self._last_appended
-
-    def _unsynced(self) -> dict[int, Segment]:
-        return {segment.number: segment for segment in self._segments if segment.unsynced}
-
-    def _sync(self, segments: Iterable[Segment]) -> bool:
-        failed = self._failing(segments)
-        for segment in failed:
-            self._give_up(segment)
-        return not failed
-
-    def _failing(self, segments: Iterable[Segment]) -> list[Segment]:
-        """Syncs segments, each once; returns those whose sync failed."""
-        dirty = list(segments)
-        if not dirty:
-            return []
-        results = self._io.sync([segment.fd for segment in dirty])
-        for segment in dirty:
-            segment.unsynced = False
-        failed = [dirty[row] for row in results.nonzero()[0].tolist()]
-        self.counters.failed_syncs += len(failed)
-        return failed
-
-    def _give_up(self, segment: Segment) -> None:
-        """A sync failed.
-
-        Nothing since the last durable point may be believed, nothing more is appended.
-        """
-        with self.flights.lock:
-            sequences = segment.rows()[0]["sequence"]
-            late = sequences[sequences > self.durable_sequence].copy()
-            if len(late):
-                self._lose(segment, late)
-        segment.state = SegmentState.CLOSED
-        if segment is self._open:
-            self._open = None
+        self.sealer.sync()
+        self.sealer.durable_sequence = self._last_appended
 
     def seal(self) -> None:
         """Closes the open segment, if any, with its directory, once its records are durable."""
-        segment, self._open = self._open, None
-        if segment is None:
-            return
-        self.flights.wait_written()
-        segment.state = SegmentState.CLOSED
-        # With it the directory of the one before: a power cut finds at most two unfinished.
-        if not self._sync({segment.number: segment, **self._unsynced()}.values()):
-            return
-        self.durable_sequence = self._last_appended
-        with suppress(OutOfMemoryError):  # recovery scans it
-            self._finish(segment)
+        self._retire_open()
+        self.sealer.finish()
 
-    def _finish(self, segment: Segment) -> bool:
-        """Writes the segment's directory; False where that fails. Raises OutOfMemoryError."""
-        records, blocks = segment.rows()
-        rows = directory.Directory(records, blocks, segment.namespaces, self.durable_sequence)
-        # A handle before may have kept no room for a filter.
-        counts = (len(records), len(blocks), len(segment.namespaces))
-        room = segment.end_page - segment.next_page
-        bloom = self._bloom and directory.pages_needed(*counts, bloom=True) <= room
-        if not bloom and directory.pages_needed(*counts, bloom=False) > room:
-            return False
-        body, footer = directory.encode(
-            rows, segment.uuid, segment.epoch, segment.next_page, bloom=bloom
-        )
-        at = segment.next_page * limits.PAGE_BYTES
-        segment.clear_rows()
-        pages = aligned_copy(body), aligned_copy(footer)
-        segment.unsynced = True
-        self.counters.segment_bytes_written += len(body) + len(footer)
-        if self._io.write(segment.fd, pages[0], at) != 0:
-            return False
-        if self._io.write(segment.fd, pages[1], segment.end_page * limits.PAGE_BYTES) != 0:
-            return False
-        segment.state = SegmentState.SEALED
-        self.counters.sealed_segments += 1
-        return True
+    def _retire_open(self) -> None:
+        """The open segment is full, if there is one: it is sealed while the next one is filled."""
+        segment, self._open = self._open, None
+        if segment is not None and segment.state is SegmentState.OPEN:
+            self.sealer.begin(segment, self._last_appended)
 
     def close(self) -> None:
         """Lands all writes and gives the buffer back."""

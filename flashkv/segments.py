@@ -28,6 +28,7 @@ from flashkv.native import dtype_of, ffi, lib
 
 SEGMENT_MAGIC: Final = b"FKVSEGMT"
 FIRST_PAGE: Final = 1  # records begin behind the segment's header
+NO_UUID: Final = b"\0" * 16  # of a file without a header
 DIR_RECORD: Final = dtype_of("fkv_directory_record")
 DIR_BLOCK: Final = dtype_of("fkv_directory_block")
 
@@ -37,6 +38,7 @@ class SegmentState(Enum):
 
     FREE = "free"  # no records; its file may be there or not
     OPEN = "open"  # being filled
+    SEALING = "sealing"  # full; its directory follows once its records are durable
     CLOSED = "closed"  # full or given up, no directory: recovery scans it
     SEALED = "sealed"  # full, with a directory
 
@@ -47,7 +49,7 @@ class Segment:
 
     number: int
     epoch: int = 0
-    uuid: bytes = b"\0" * 16
+    uuid: bytes = NO_UUID
     state: SegmentState = SegmentState.FREE
     fd: int = -1
     first_sequence: int = 0
@@ -65,6 +67,10 @@ class Segment:
     def has_file(self) -> bool:
         """Its file takes space on disk."""
         return self.fd >= 0
+
+    def half_full(self) -> bool:
+        """Less than half of its pages are free."""
+        return 2 * self.next_page > self.end_page
 
     def add_rows(self, records: NDArray[Any], blocks: NDArray[Any]) -> None:
         """Directory rows of records that were appended, and of their blocks in order."""

@@ -59,7 +59,7 @@ def snapshot(store: Store, tickets_inflight: int, namespaces: int) -> Stats:
         **_reader(store),
         lost_blocks=writer.lost_blocks,
         failed_writes=store.writer.flights.failed_writes if writing else 0,
-        failed_syncs=writer.failed_syncs,
+        failed_syncs=store.writer.sealer.counters.failed_syncs if writing else 0,
         evicted_blocks=store.space.evicted_blocks if writing else 0,
         evicted_segments=store.space.evicted_segments if writing else 0,
         floor_refusals=store.space.floor_refusals if writing else 0,

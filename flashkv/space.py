@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -25,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashkv import limits
-from flashkv.blockio import BlockIO
+from flashkv.blockio import BlockIO, Later
 from flashkv.errors import CapacityError, StoreError
 from flashkv.filesystem import DISK, FileSystem
 from flashkv.folder import is_own_file, reserve_of, segment_path
@@ -35,7 +36,7 @@ from flashkv.manifest import Manifest, new_uuid
 from flashkv.manifest_log import KILL
 from flashkv.native import aligned_copy, lib
 from flashkv.openfiles import open_files_max
-from flashkv.segments import FIRST_PAGE, Segment, Segments, SegmentState, encode_header
+from flashkv.segments import FIRST_PAGE, NO_UUID, Segment, Segments, SegmentState, encode_header
 
 PIN_WAIT_S: Final = 5.0
 """A read that pins a segment ends within milliseconds.
@@ -205,26 +206,38 @@ class Space:
         self._io = io
         self._clock_ms = clock_ms
         self._unless_leased = unless_leased
+        self._next: tuple[int, Later[None]] | None = None  # the file that is being made
 
     # ---- the next segment ----
 
-    def take(self, next_sequence: int, kills: Callable[[], NDArray[Any]]) -> Segment | None:
+    def take(
+        self,
+        next_sequence: int,
+        kills: Callable[[], NDArray[Any]],
+        seal: Callable[[], bool],
+    ) -> Segment | None:
         """A segment that starts a new epoch, its header written; None where there is no space.
 
-        kills(): rows that must be durable before anything is freed. Where the log can't be written
-        (on a disk that others filled) nothing is begun or freed: that is no space as well.
+        kills(): rows that must be durable before anything is freed. seal(): finishes segments that
+        are being sealed, which can be freed then; whether there were any. Where the log can't be
+        written (on a disk that others filled) nothing is begun or freed: that is no space as well.
         """
         try:
-            return self._take(next_sequence, kills)
+            return self._take(next_sequence, kills, seal)
         except (StoreError, OSError):
             self.floor_refusals += 1
             return None
 
-    def _take(self, next_sequence: int, kills: Callable[[], NDArray[Any]]) -> Segment | None:
+    def _take(
+        self,
+        next_sequence: int,
+        kills: Callable[[], NDArray[Any]],
+        seal: Callable[[], bool],
+    ) -> Segment | None:
         self.shrink(kills)
         self.keep_watermark(kills)
         segment = self._free_file() or self._new_file()
-        if segment is None and self.reclaim(1, kills):
+        if segment is None and (self.reclaim(1, kills) or (seal() and self.reclaim(1, kills))):
             segment = self._free_file()
         return self._begin(segment, next_sequence) if segment is not None else None
 
@@ -252,12 +265,12 @@ class Space:
     def _new_file(self) -> Segment | None:
         if self._segments.count_files() >= self.budget.segments_max:
             return None
-        if self._spare_bytes() < self.budget.segment_bytes:
+        if self._next is None and self._spare_bytes() < self.budget.segment_bytes:
             self.floor_refusals += 1
             return None
-        number = self._unused_number()
+        (number, made), self._next = self._next or self._make_next(), None
         try:
-            self._manifest.create_segment(number)
+            made.result()
             segment = self._segments.get(number) or self._segments.add(number)
             self._segments.open_file(segment, writable=True)
         except OSError:
@@ -268,8 +281,47 @@ class Space:
             self._segments.close_file(segment)
             self._manifest.remove_segment(number)
             return None
-        segment.uuid = new_uuid()
+        segment.uuid = NO_UUID
         return segment
+
+    def prepare(self) -> None:
+        """Begins to make the next segment's file, if one will be needed and there is room for it.
+
+        A file system may take long over it while it is written to.
+        """
+        if self._next is not None or self._segments.count_files() >= self.budget.segments_max:
+            return
+        free = any(s.has_file() for s in self._segments.in_state(SegmentState.FREE))
+        if not free and self._spare_bytes() >= self.budget.segment_bytes:
+            self._next = self._make_next()
+
+    @property
+    def next_number(self) -> int | None:
+        """The segment whose file prepare() began to make."""
+        return None if self._next is None else self._next[0]
+
+    def _make_next(self) -> tuple[int, Later[None]]:
+        number = self._unused_number()
+        return number, self._io.later(lambda: self._make(number))
+
+    def _make(self, number: int) -> None:
+        """On any thread. Raises OSError."""
+        path = self._manifest.create_segment(number)
+        fd = self._files.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            with suppress(OSError):  # is tried again once it is needed
+                self._files.preallocate(fd, self.budget.segment_bytes)
+        finally:
+            self._files.close(fd)
+
+    def close(self) -> None:
+        """Gives up the file that prepare() began."""
+        if self._next is not None:
+            (number, made), self._next = self._next, None
+            with suppress(OSError):
+                made.result()
+            with suppress(OSError):
+                self._manifest.remove_segment(number)
 
     def _unused_number(self) -> int:
         """The lowest number without a file; nothing else has its name, be it a link or a folder."""
@@ -282,7 +334,8 @@ class Space:
         raise AssertionError
 
     def _begin(self, segment: Segment, next_sequence: int) -> Segment | None:
-        if not any(segment.uuid):  # a file that was found without a header
+        reused = segment.uuid != NO_UUID
+        if not reused:
             segment.uuid = new_uuid()
         epoch = self._manifest.state.epochs.get(segment.number, 0)
         segment.epoch = max(epoch, segment.epoch) + 1
@@ -292,7 +345,7 @@ class Space:
         segment.touched = False
         segment.clear_rows()
         segment.namespaces = []
-        self._manifest.segment_opened(segment.number, segment.epoch, segment.uuid)
+        self._manifest.segment_opened(segment.number, segment.epoch, segment.uuid, sync=reused)
         lib.fkv_header_cache_drop(self._io.engine, segment.number)
         page = encode_header(segment, self._segments.store_uuid, self._segments.segment_bytes)
         if self._io.write(segment.fd, aligned_copy(page), 0) != 0:
@@ -307,16 +360,14 @@ class Space:
 
     def keep_watermark(self, kills: Callable[[], NDArray[Any]]) -> None:
         """Frees segments from the high watermark down to the low one."""
-        used = len(
-            self._segments.in_state(SegmentState.SEALED, SegmentState.CLOSED, SegmentState.OPEN)
-        )
+        used = sum(segment.state is not SegmentState.FREE for segment in self._segments)
         room = self._room()
         if used >= self.high_watermark * room:
             self.reclaim(max(0, int(np.ceil(used - self.low_watermark * room))), kills)
 
     def _room(self) -> int:
         """Segments that can be had: the capacity's, or what the free floor leaves."""
-        files = self._segments.count_files()
+        files = self._segments.count_files() + (self._next is not None)
         more = self._spare_bytes() // self.budget.segment_bytes
         return max(1, min(self.budget.segments_max, files + more))
 
@@ -374,6 +425,8 @@ class Space:
             foreign_bytes=disk_usage(self._root, self._segments.folder),
             metadata_bytes=self._manifest.bytes_max(log_bytes),
         )
+        if self._next and self._segments.count_files() >= self.budget.segments_max:
+            self.close()
         while (over := self._segments.count_files() - self.budget.segments_max) > 0:
             files = [s for s in self._segments.in_state(SegmentState.FREE) if s.has_file()]
             if not files and not self.reclaim(over, kills):

@@ -445,7 +445,7 @@ class Store:
             if self._lock is not None:
                 ending.callback(self._lock.release)
                 self._lock = None
-            for name in ("manifest", "segments", "staging", "io", "writer", "leases"):
+            for name in ("manifest", "segments", "staging", "io", "space", "writer", "leases"):
                 part = getattr(self, name, None)
                 if part is not None:
                     ending.callback(part.close)

@@ -188,6 +188,7 @@ def check_rest(store: Store) -> flashkv.Stats:
     """Asserts that nothing is held at rest and that the figures fit together."""
     if not store.read_only:
         store._reach(Milestone.WRITTEN)
+        store.io.later(lambda: None).result()  # syncs in the background come before
     stats = store.stats()
     assert stats.staging_in_use == 0
     assert stats.read_buffers_in_use == 0

@@ -339,13 +339,15 @@ def test_failing_sync_at_close(store_path: Path) -> None:
 
 
 def test_failing_sync_while_sealing(store_path: Path) -> None:
-    """put() seals a segment when it is full; its failing sync costs that segment's new blocks."""
+    """put() leaves full segments to be sealed; a failing sync costs those segments' new blocks."""
     with open_store(store_path, LARGE.geometry) as store:
         ns = store.namespace(IDENTITY)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(BlockIO, "sync", lambda _, fds: np.full(len(fds), -5, np.int32))
             keys = [b"seal-%d" % n for n in range(30)]
             assert ns.put(keys, LARGE.blocks(keys, [0] * 30)).all_ok
+            with store.writer_lock:
+                assert store.writer.sealer.finish()
         with pytest.raises(DurabilityError) as caught:
             store.flush()
         there = ns.contains(keys)

@@ -196,8 +196,8 @@ class Course:
         store, self._store = self.store, None
         assert len(store.leases) == 0
         self.evicted_blocks += store.space.evicted_blocks
-        self.sealed_segments += store.writer.counters.sealed_segments
-        self.failed_syncs += store.writer.counters.failed_syncs
+        self.sealed_segments += store.writer.sealer.counters.sealed_segments
+        self.failed_syncs += store.writer.sealer.counters.failed_syncs
         return store
 
     def end(self) -> None:

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from simulation.device import Device
 
-from flashkv.filesystem import FileSystem
+from flashkv.filesystem import Background, FileSystem
 
 SECTOR: Final = 512
 CALLS: Final = (
@@ -79,6 +79,7 @@ class InlineFiles(FileSystem):
 
     backend = "sim"
     workers = 0
+    background = Background.AT_LAST
 
     def __init__(self) -> None:
         self._device = Device()
@@ -94,6 +95,7 @@ class SimFiles(FileSystem):
     """Files below `root`, seen through a device."""
 
     backend = "sim"
+    background = Background.AT_LAST
 
     def __init__(self, root: Path, device: Device, *, inline: bool = True) -> None:
         """root: a folder that is there; what it holds is taken as durable."""

@@ -17,10 +17,12 @@ from simulation.images import ImageError, Tally
 from simulation.test_crash_images import random_steps, run
 from simulation.workload import Step
 
-from flashkv import recovery
+from flashkv import limits, recovery
 from flashkv.blockio import BlockIO
+from flashkv.filesystem import Background
 from flashkv.manifest import Manifest
 from flashkv.manifest_log import KILL
+from flashkv.sealer import Sealer
 from flashkv.segment_writer import SegmentWriter
 from flashkv.segments import Segments, SegmentState
 from flashkv.space import Space
@@ -32,7 +34,7 @@ STEPS = [
     + [Step("delete", 15)],
     [
         Step(name, 6)
-        for name in "reclaim put flush overwrite reclaim delete flush reopen".split()
+        for name in "reclaim put flush overwrite reclaim reclaim delete flush reopen".split()
     ],
     [
         Step(name, 6)
@@ -100,17 +102,28 @@ def _the_newest_are_evicted(patch: pytest.MonkeyPatch) -> None:
 
 
 def _segments_are_sealed_without_a_sync(patch: pytest.MonkeyPatch) -> None:
-    seal = SegmentWriter.seal
+    _seal_at_once(patch)
+    for name in ("_begin_sync", "_end_sync"):
+        patch.setattr(Sealer, name, _without_syncs(getattr(Sealer, name)))
 
-    def sealed(self: SegmentWriter) -> None:
+
+def _without_syncs(step: Callable[[Sealer], None]) -> Callable[[Sealer], None]:
+    def done(self: Sealer) -> None:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(self, "_sync", lambda _: True)
-            seal(self)
+            inner.setattr(BlockIO, "sync", lambda _, fds: np.zeros(len(fds), np.int32))
+            step(self)
 
-    patch.setattr(SegmentWriter, "seal", sealed)
+    return done
+
+
+def _seal_at_once(patch: pytest.MonkeyPatch) -> None:
+    """A segment is sealed as soon as it is full: what that does wrong shows before a flush."""
+    patch.setattr(limits, "SEALING_SYNC", 1)
+    patch.setattr(SimFiles, "background", Background.AT_ONCE)
 
 
 def _segments_are_freed_without_the_kills(patch: pytest.MonkeyPatch) -> None:
+    _seal_at_once(patch)
     freed = Manifest.segments_freed
     none = np.zeros(0, KILL)
     patch.setattr(Manifest, "segments_freed", lambda self, epochs, _: freed(self, epochs, none))

@@ -25,6 +25,7 @@ from store_support import (
 
 from flashkv import FlashKVError, Identity
 from flashkv.blockio import BlockIO
+from flashkv.filesystem import Background, FileSystem
 
 needs_both = pytest.mark.skipif(len(BACKENDS) < 2, reason="only one backend works here")
 KEYS = [b"key-%d" % number for number in range(60)]
@@ -32,7 +33,10 @@ KEYS = [b"key-%d" % number for number in range(60)]
 
 @pytest.fixture
 def fixed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """reset(): uuids and the clock begin anew, so that two runs write the same bytes."""
+    """reset(): uuids and the clock begin anew, so that two runs write the same bytes.
+
+    Nothing goes on in the background: what a directory says doesn't depend on the time it takes.
+    """
     state: dict[str, Iterator[int]] = {}
 
     def reset() -> None:
@@ -43,6 +47,7 @@ def fixed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     for module in ("manifest", "space", "opening"):
         monkeypatch.setattr(f"flashkv.{module}.new_uuid", uuid)
+    monkeypatch.setattr(FileSystem, "background", Background.AT_ONCE)
     monkeypatch.setattr("flashkv.opening.now_ms", lambda: next(state["clock"]))
     return reset
 

@@ -29,6 +29,7 @@ LEVELS: list[set[str]] = [
     {"index", "codec", "manifest", "policies"},
     {"segments", "leases", "records"},
     {"directory", "flights", "space"},
+    {"sealer"},
     {"segment_writer", "segment_reader", "recovery", "cleaning"},
     {"opening", "tickets"},
     {"namespace"},
