@@ -18,16 +18,19 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 from .ttft_protocol import Answer, SideError, serve
-from .ttft_vllm import VllmSide
+from .ttft_vllm import GRANULE, VllmSide
 
-CHUNK: Final = 256  # LMCache's own default
-START_S: Final = 60.0
+CHUNK: Final = GRANULE  # its default is 256: that many tokens less would be restored
+START_S: Final = 120.0
+STORED_S: Final = 3.0
 HOST: Final = "127.0.0.1"
 GIB: Final = 1 << 30
+NEEDED: Final = ("lmcache", "sortedcontainers")
 QUIET: Final = {
     "LMCACHE_TRACK_USAGE": "false",
     "LMCACHE_DISABLE_BANNER": "1",
@@ -45,6 +48,7 @@ class Server:
             "--host", HOST, "--port", str(self.port), "--chunk-size", str(CHUNK),
             "--l1-size-gb", str(max(1, -(-l1_bytes // GIB))), "--eviction-policy", "LRU",
             "--supported-transfer-mode", "auto", "--disable-metrics",
+            "--l2-prefetch-policy", "retain",  # what was read stays in L1: "host memory"
             "--l2-adapter", json.dumps(adapter),
         ]  # fmt: skip
         self.process = subprocess.Popen(
@@ -77,6 +81,16 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _link(packages: Path, links: Path) -> None:
+    """A folder with LMCache and what vLLM has not: of the others vLLM's own count."""
+    links.mkdir(exist_ok=True)
+    for name in NEEDED:
+        link = links / name
+        if not link.exists():
+            with suppress(FileExistsError):  # the other side was faster
+                link.symlink_to(packages / name)
+
+
 def _hide_llvmlite() -> None:
     """vLLM 0.32 looks at the attributes of all modules, and fails at those of llvmlite, which
     LMCache brings along: out of its sight meanwhile.
@@ -98,12 +112,10 @@ def _hide_llvmlite() -> None:
 class LmcacheSide(VllmSide):
     """See ttft_protocol.Side."""
 
-    granule = CHUNK
-
     def __init__(self, settings: dict[str, Any]) -> None:
         os.environ.update(QUIET)
-        # Behind vLLM's own packages: only what vLLM lacks comes from there.
-        sys.path.append(settings["lmcache_packages"])
+        _link(Path(settings["lmcache_packages"]), Path(settings["lmcache_links"]))
+        sys.path.append(settings["lmcache_links"])
         _hide_llvmlite()
         longest = max(map(len, settings["prompts"].values()))
         kv_bytes = settings["bytes_per_token"] * longest
@@ -162,9 +174,9 @@ class LmcacheSide(VllmSide):
         return self._ask(tokens)
 
     def settle(self) -> None:
-        """The server stores behind the requests: until the folder's files rest."""
+        """The server stores behind the requests, and tells nobody when."""
         super().settle()
-        time.sleep(2.0)
+        time.sleep(STORED_S)
 
     def close(self) -> None:
         try:

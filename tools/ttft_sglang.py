@@ -12,7 +12,6 @@ Invariants
 from __future__ import annotations
 
 import json
-import os
 import time
 from typing import Any, Final
 
@@ -20,17 +19,14 @@ from .ttft_protocol import Answer, SideError, serve
 
 GRANULE: Final = 64
 SETTLE_S: Final = 60.0
-ON_CPU: Final = os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
 
 
 def _install() -> None:
     """What an engine's process needs before the engine is there."""
-    if ON_CPU:
-        import cpu_transfers
-
-        cpu_transfers.install()
+    import cpu_transfers
     from sglang.srt.managers.scheduler import Scheduler
 
+    cpu_transfers.install()
     Scheduler.bench_empty_device = _empty_device
     Scheduler.bench_check_stored = _check_stored
 
@@ -74,6 +70,8 @@ class SglangSide:
             "model_path": settings["model"],
             "skip_tokenizer_init": True,
             "dtype": settings["dtype"],
+            "device": "cpu",
+            "attention_backend": "torch_native",
             "grammar_backend": "none",
             "sampling_backend": "pytorch",
             "disable_overlap_schedule": True,
@@ -88,8 +86,6 @@ class SglangSide:
             "disable_radix_cache": not self.stores,
             "log_level": "error",
         }
-        if ON_CPU:
-            given |= {"device": "cpu", "attention_backend": "torch_native"}
         if self.stores:
             given |= self._storage()
         return given

@@ -89,15 +89,12 @@ class VllmSide:
             tier = {"type": "fs", "root_dir": folder}
         else:
             return None
-        spec = {"spec_name": "TieringOffloadingSpec"}
-        if self.settings["device"] == "cpu":
-            spec = {"spec_name": "CpuTieringSpec", "spec_module_path": "vllm_cpu_spec"}
         return {
             "kv_connector": "OffloadingConnector",
             "kv_role": "kv_both",
-            "engine_id": self.settings["name"],
             "kv_connector_extra_config": {
-                **spec,
+                "spec_name": "CpuTieringSpec",
+                "spec_module_path": "vllm_cpu_spec",
                 "block_size": GRANULE,
                 "cpu_bytes_to_use": 5 * self.kv_bytes // 4 + (64 << 20),
                 "secondary_tiers": [tier],
@@ -148,9 +145,7 @@ class VllmSide:
 
     def _ask(self, tokens: list[int]) -> Answer:
         began = time.perf_counter()
-        (output,) = self.llm.generate(
-            [{"prompt_token_ids": tokens}], self.sampling, use_tqdm=False
-        )
+        (output,) = self.llm.generate([{"prompt_token_ids": tokens}], self.sampling, use_tqdm=False)
         seconds = time.perf_counter() - began
         return Answer(seconds, int(output.outputs[0].token_ids[0]), output.num_cached_tokens or 0)
 
