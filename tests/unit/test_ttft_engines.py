@@ -123,7 +123,9 @@ def test_what_is_no_answer(settings, environments, monkeypatch, fault, word):
     if fault.startswith("from") and not settings.on_device:
         pytest.skip("no device below this folder whose reads are counted")
     monkeypatch.setenv("FAKE_ENGINE", fault)
-    monkeypatch.setattr(ttft_session, "ANSWER_S", 5.0 if fault == "hang" else 60.0)
+    if fault == "hang":
+        monkeypatch.setattr(ttft_session, "ANSWER_S", 5.0)
+        monkeypatch.setattr(ttft_session, "END_S", 0.5)
     with pytest.raises(DemoError, match=word):
         measure(settings)
     if fault not in ("no start", "crash"):
@@ -202,6 +204,7 @@ def bench_run(environments, disk_path, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_engines_that_are_here_are_measured(bench_run):
     done, figures = bench_run("--engine", "fake")
     assert done.exit_code == 0, done.output
@@ -214,6 +217,7 @@ def test_engines_that_are_here_are_measured(bench_run):
     assert "ours / theirs" in done.output
 
 
+@pytest.mark.slow
 def test_an_engine_that_fails_spoils_no_other(bench_run, monkeypatch):
     monkeypatch.setenv("FAKE_ENGINE", "other token")
     done, figures = bench_run()
@@ -223,6 +227,7 @@ def test_an_engine_that_fails_spoils_no_other(bench_run, monkeypatch):
     assert list(figures["ttft_s"]) == ["transformers"]
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_missing_is_named(bench_run, environments):
     (environments / "fake" / "bin" / "python").unlink()
     done, figures = bench_run()
