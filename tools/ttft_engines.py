@@ -12,6 +12,7 @@ Invariants
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -146,11 +147,13 @@ def _sides(name: str, engine: Engine, settings: EngineSettings) -> Iterator[dict
                 "prompts": settings.prompts(),
                 **worker_settings(engine, settings.environments, links),
             }
+            file = folder / f"settings-{number}.json"
+            file.write_text(json.dumps(given), encoding="utf-8")
+            python = engine.python(settings.environments)
             session = Session(
                 f"{name}, {side}",
-                [str(engine.python(settings.environments)), "-m", f"flashkv.tools.{engine.worker}"],
+                [str(python), "-m", f"flashkv.tools.{engine.worker}", str(file)],
                 variables(engine, links, settings.threads),
-                given,
             )
             sides[side] = _Side(session, kept)
         yield sides

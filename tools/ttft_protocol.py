@@ -3,8 +3,8 @@
 Runs in the engine's own environment, so it needs nothing but Python.
 
 Invariants
-  - settings come as the first line of standard input, {"ready": facts} goes out when the engine
-    waits; then each command is a line that is answered by one line, {"done": ...};
+  - settings lie in the file that the first argument names; {"ready": facts} goes out when the
+    engine waits; then each line of standard input is answered by one line, {"done": ...};
   - lines go to what was standard output at the start; whatever the engine prints goes to standard
     error, so that no line is ever torn;
   - when standard input ends, the engine is closed: no engine outlives who started it.
@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 
@@ -58,7 +59,7 @@ def serve(open_side: Callable[[dict[str, Any]], Side]) -> None:
     lines = _own_output()
     side = None
     try:
-        settings = json.loads(sys.stdin.readline())
+        settings = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
         side = open_side(settings)
         _say(lines, ready=side.facts())
         for text in sys.stdin:

@@ -26,7 +26,7 @@ import psutil
 from .demo_protocol import DemoError
 
 START_S: Final = 300.0
-ANSWER_S: Final = 300.0
+ANSWER_S: Final = 600.0
 END_S: Final = 20.0
 TOLD_LINES: Final = 20
 SHARED_MEMORY: Final = Path("/dev/shm")
@@ -40,7 +40,6 @@ class Session:
         name: str,
         command: Sequence[str],
         environment: Mapping[str, str],
-        settings: Mapping[str, Any],
     ) -> None:
         self.name = name
         self._errors = tempfile.TemporaryFile(  # noqa: SIM115  (end() closes it)
@@ -55,7 +54,6 @@ class Session:
             env={**os.environ, **environment},
             start_new_session=True,
         )
-        self._tell(settings)
 
     def ready(self) -> dict[str, Any]:
         """What the engine says of itself once it runs. Raises DemoError."""

@@ -1,5 +1,5 @@
-"""flashkv-bench ttft with the real engines, on a tiny model: every source gives the first token that
-computing gives, restores what it should, and from where it should. No speed is judged.
+"""flashkv-bench ttft with the real engines, on a tiny model: every source gives the first token
+that computing gives, restores what it should, and from where it should. No speed is judged.
 """
 
 from __future__ import annotations

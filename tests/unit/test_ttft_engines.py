@@ -42,7 +42,7 @@ def environments(tmp_path, monkeypatch):
     (folder / "fake" / "bin").mkdir(parents=True)
     (folder / "fake" / "lib" / "python3.0" / "site-packages").mkdir(parents=True)
     python = folder / "fake" / "bin" / "python"
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{ROOT}/tests/fake_engine.py"\n')
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{ROOT}/tests/fake_engine.py" "$3"\n')
     python.chmod(0o755)
     return folder
 
