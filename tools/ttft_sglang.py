@@ -5,8 +5,9 @@ memory": the host pool of its hierarchical cache).
 
 Invariants
   - before each answer the device's cache is emptied, before one from a disk the host's too;
-  - on a CPU SGLang lacks kernels for its copies: the tests' ones do them (sglang_stubs), alike for
-    every source. SGLang's own processes import this file, which puts them in place there.
+  - on a CPU SGLang lacks kernels for its copies, and its attention computes too much: the tests'
+    stand-ins (sglang_stubs) and one of this file do these, alike for every source. SGLang's own
+    processes import this file, which puts them in place there.
 """
 
 from __future__ import annotations
@@ -27,8 +28,57 @@ def _install() -> None:
     from sglang.srt.managers.scheduler import Scheduler
 
     cpu_transfers.install()
+    _compute_new_tokens_only()
     Scheduler.bench_empty_device = _empty_device
     Scheduler.bench_check_stored = _check_stored
+
+
+def _compute_new_tokens_only() -> None:
+    """SGLang's attention in plain torch computes that of a restored prefix again and drops it: it
+    would be nearly all of what is timed here.
+    """
+    import torch
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    def extend(
+        _backend: Any,
+        query: Any,
+        output: Any,
+        k_cache: Any,
+        v_cache: Any,
+        req_to_token: Any,
+        req_pool_indices: Any,
+        seq_lens: Any,
+        extend_prefix_lens: Any,
+        extend_seq_lens: Any,
+        encoder_lens: Any = None,
+        **more: Any,
+    ) -> Any:
+        """As the original: query and output are [token, head, element]."""
+        if not more.get("causal") or encoder_lens is not None:
+            raise NotImplementedError("a model of this kind has no stand-in here")
+        if (more.get("sliding_window_size") or -1) > -1:
+            raise NotImplementedError("sliding windows have no stand-in here")
+        first = 0
+        for row in range(len(seq_lens)):
+            new, length = int(extend_seq_lens[row]), int(seq_lens[row])
+            before = int(extend_prefix_lens[row])
+            slots = req_to_token[req_pool_indices[row], :length]
+            mask = torch.ones(new, length, dtype=torch.bool).tril(before) if before else None
+            part = torch.nn.functional.scaled_dot_product_attention(
+                query[first : first + new].movedim(0, 1)[None],
+                k_cache[slots].movedim(0, 1)[None],
+                v_cache[slots].movedim(0, 1)[None],
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=more.get("scaling"),
+                enable_gqa=more.get("enable_gqa", False),
+            )
+            output[first : first + new] = part[0].movedim(1, 0)
+            first += new
+        return output
+
+    TorchNativeAttnBackend._run_sdpa_forward_extend = extend
 
 
 def _empty_device(scheduler: Any) -> None:
