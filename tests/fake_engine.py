@@ -7,6 +7,7 @@ sources of a disk. Each question goes to the file that FAKE_LOG names.
 from __future__ import annotations
 
 import mmap
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -38,6 +39,8 @@ class FakeSide:
             file.truncate(mmap.PAGESIZE)
             self.shared = mmap.mmap(file.fileno(), mmap.PAGESIZE)
         self.log(f"shared {path}")
+        self.semaphore = multiprocessing.get_context("spawn").Semaphore()
+        self.log(f"shared /dev/shm/sem.{self.semaphore._semlock.name.lstrip('/')}")
 
     def log(self, text: str) -> None:
         with Path(os.environ["FAKE_LOG"]).open("a") as file:

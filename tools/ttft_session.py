@@ -103,13 +103,23 @@ class Session:
                 if os.getpgid(process.pid) == self._process.pid:
                     yield process
 
-    def _shared_memory(self) -> set[Path]:
-        """What the session's processes have mapped of it: some engines leave theirs behind."""
-        found: set[Path] = set()
+    def _shared_memory(self) -> list[Path]:
+        """What the session's processes have mapped of it: some engines leave theirs behind.
+
+        By inodes: a semaphore's file has another name than the one that it is mapped under.
+        """
+        inodes: set[int] = set()
         for process in self._processes():
-            with suppress(psutil.Error, OSError):
-                found |= {Path(each.path) for each in process.memory_maps()}
-        return {path for path in found if SHARED_MEMORY in path.parents}
+            with suppress(OSError):
+                maps = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8")
+                lines = (line.split(maxsplit=5) for line in maps.splitlines())
+                inodes |= {
+                    int(line[4])
+                    for line in lines
+                    if len(line) == 6 and line[5].startswith(f"{SHARED_MEMORY}/")
+                }
+        with os.scandir(SHARED_MEMORY) as entries:
+            return [Path(entry.path) for entry in entries if entry.inode() in inodes]
 
     def _tell(self, line: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
