@@ -23,6 +23,7 @@ from typing import Final
 
 from flashkv import limits
 from flashkv.blockio import BlockIO
+from flashkv.budget import choose_segment_bytes, default_capacity
 from flashkv.errors import (
     CapacityError,
     FlashKVError,
@@ -42,7 +43,6 @@ from flashkv.manifest import FULL_DISK, Manifest, make_folders, new_uuid, sync_e
 from flashkv.manifest_log import ManifestState, read_state, read_superblock, whole_superblocks
 from flashkv.options import Options, parse_bytes
 from flashkv.recovery import RecoveryReport
-from flashkv.space import choose_segment_bytes, default_capacity
 from flashkv.superblock import Superblock
 
 READ_TRIES: Final = 5

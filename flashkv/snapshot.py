@@ -11,10 +11,10 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from flashkv import limits
+from flashkv.budget import disk_usage
 from flashkv.native import ffi, lib
 from flashkv.segment_writer import WriterCounters
 from flashkv.segments import SegmentState
-from flashkv.space import disk_usage
 from flashkv.stats import Stats
 
 if TYPE_CHECKING:

@@ -26,6 +26,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from flashkv import checks, limits, opening
+from flashkv.budget import make_budget
 from flashkv.codec import Staging
 from flashkv.errors import (
     BusyError,
@@ -54,7 +55,7 @@ from flashkv.recovery import Recovery
 from flashkv.segment_reader import SegmentReader
 from flashkv.segment_writer import SegmentWriter
 from flashkv.segments import Segments, decode_header
-from flashkv.space import Space, make_budget
+from flashkv.space import Space
 from flashkv.stats import Counters, Stats
 from flashkv.tickets import Client, Lanes, Milestone
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashkv import limits
+from flashkv.budget import disk_usage
 from flashkv.native import lib
-from flashkv.space import disk_usage
 
 from .inspection import StoreView
 from .manifest_view import ManifestFacts, manifest_facts

@@ -20,6 +20,7 @@ from typing import Final
 import numpy as np
 
 from flashkv import limits, opening
+from flashkv.budget import choose_segment_bytes, disk_usage
 from flashkv.errors import CapacityError, FlashKVError, StoreError
 from flashkv.filesystem import DISK, FileSystem
 from flashkv.folder import NEW_LOG, SUPERBLOCKS, manifest_name, reserve_of
@@ -28,7 +29,6 @@ from flashkv.manifest import Manifest, new_uuid
 from flashkv.options import Options
 from flashkv.recovery import RecoveryReport
 from flashkv.segment_writer import kill_rows
-from flashkv.space import choose_segment_bytes, disk_usage
 from flashkv.superblock import Superblock
 
 from .evidence import agreed_by_damaged, choose_geometry, log_generations

@@ -26,10 +26,7 @@ from store_support import (
 )
 
 from flashkv import CapacityError, KVGeometry, Store
-from flashkv.filesystem import DISK
-from flashkv.folder import reserve_of
-from flashkv.index import Keys
-from flashkv.space import (
+from flashkv.budget import (
     Budget,
     choose_segment_bytes,
     default_capacity,
@@ -37,6 +34,9 @@ from flashkv.space import (
     disk_usage,
     make_budget,
 )
+from flashkv.filesystem import DISK
+from flashkv.folder import reserve_of
+from flashkv.index import Keys
 
 LARGE: Kind = KINDS[4]
 SMALL: Kind = KINDS[5]
