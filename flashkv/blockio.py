@@ -15,18 +15,18 @@ import errno
 import fcntl
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from flashkv import limits
+from flashkv.background import Background, Later, Result
 from flashkv.errors import BackendError, ClosedError
-from flashkv.filesystem import DISK, Background, FileSystem
+from flashkv.filesystem import DISK, FileSystem
 from flashkv.native import address, aligned_array, dtype_of, ffi, lib, pointer
 
 Array = npt.NDArray[Any]
@@ -55,44 +55,6 @@ WORKERS_DEFAULT_MAX: Final = 8
 _NOT_THE_BACKEND: Final = frozenset((-errno.ENOSPC, -errno.EDQUOT, -errno.EROFS))
 # What file systems and drives answer to direct I/O that they can't do.
 _NOT_DIRECT: Final = frozenset((-errno.EINVAL, -errno.EOPNOTSUPP))
-
-
-_Result = TypeVar("_Result")
-_Result_co = TypeVar("_Result_co", covariant=True)
-
-
-class Later(Protocol[_Result_co]):
-    """What BlockIO.later() was given to do."""
-
-    def done(self) -> bool:
-        """Whether it is over. Never waits."""
-
-    def result(self) -> _Result_co:
-        """Waits for it; raises what the call raised."""
-
-
-class _Alone(Generic[_Result]):
-    """A call without a thread."""
-
-    def __init__(self, call: Callable[[], _Result], when: Background) -> None:
-        self._future: Future[_Result] = Future()
-        self._call = call
-        if when is Background.AT_ONCE:
-            self._run()
-
-    def _run(self) -> None:
-        try:
-            self._future.set_result(self._call())
-        except OSError as error:
-            self._future.set_exception(error)
-
-    def done(self) -> bool:
-        return self._future.done()
-
-    def result(self) -> _Result:
-        if not self._future.done():
-            self._run()
-        return self._future.result()
 
 
 class BlockIO:
@@ -142,7 +104,7 @@ class BlockIO:
         self._files = files
         self._pid = os.getpid()
         self._engine: Any = ffi.NULL
-        self._thread: ThreadPoolExecutor | None = None
+        self._background = Background(files.when)
         self._held: dict[int, object] = {}
         self._registered: dict[int, object] = {}
         self.direct_io = False
@@ -204,9 +166,8 @@ class BlockIO:
 
     def close(self) -> None:
         """Waits for what is in flight and ends the threads. May be called again."""
-        thread, self._thread = self._thread, None
-        if thread is not None and self._pid == os.getpid():
-            thread.shutdown()
+        if self._pid == os.getpid():
+            self._background.close()
         engine, self._engine = self._engine, ffi.NULL
         if engine != ffi.NULL and self._pid == os.getpid():
             lib.fkv_engine_close(engine)
@@ -267,17 +228,13 @@ class BlockIO:
         )
         return results
 
-    def later(self, call: Callable[[], _Result]) -> Later[_Result]:
+    def later(self, call: Callable[[], Result]) -> Later[Result]:
         """Runs a call on a thread of its own, one after the other, before close() ends.
 
         The call may raise OSError. Raises ClosedError.
         """
         _ = self.engine
-        if self._files.background is not Background.THREAD:
-            return _Alone(call, self._files.background)
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="flashkv-sync")
-        return self._thread.submit(call)
+        return self._background.later(call)
 
     # ---- asynchronous writes ----
 

@@ -14,20 +14,12 @@ import errno
 import os
 import stat
 import tempfile
-from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
 from flashkv import limits
+from flashkv.background import When
 from flashkv.native import ffi, lib
-
-
-class Background(Enum):
-    """When a call is made that nobody waits for yet. Without threads a course repeats itself."""
-
-    THREAD = "on a thread of its own"
-    AT_ONCE = "before anything else"
-    AT_LAST = "once it is waited for"
 
 
 class FileSystem:
@@ -42,7 +34,7 @@ class FileSystem:
     workers: int | None = None
     """Workers of that backend; None: what the options say."""
 
-    background: Background = Background.THREAD
+    when: When = When.THREAD
     """When what may go on beside the caller is done."""
 
     # ---- descriptors ----

@@ -24,7 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashkv import directory, limits
-from flashkv.blockio import BlockIO, Later
+from flashkv.background import Later
+from flashkv.blockio import BlockIO
 from flashkv.errors import OutOfMemoryError
 from flashkv.flights import Flights
 from flashkv.native import aligned_copy

@@ -25,7 +25,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from flashkv.blockio import BlockIO, Later
+from flashkv.background import Later
+from flashkv.blockio import BlockIO
 from flashkv.budget import Budget, disk_usage
 from flashkv.errors import StoreError
 from flashkv.filesystem import DISK, FileSystem

@@ -20,7 +20,8 @@ from typing import Any, Final
 
 from simulation.device import Device
 
-from flashkv.filesystem import Background, FileSystem
+from flashkv.background import When
+from flashkv.filesystem import FileSystem
 
 SECTOR: Final = 512
 CALLS: Final = (
@@ -79,7 +80,7 @@ class InlineFiles(FileSystem):
 
     backend = "sim"
     workers = 0
-    background = Background.AT_LAST
+    when = When.AT_LAST
 
     def __init__(self) -> None:
         self._device = Device()
@@ -95,7 +96,7 @@ class SimFiles(FileSystem):
     """Files below `root`, seen through a device."""
 
     backend = "sim"
-    background = Background.AT_LAST
+    when = When.AT_LAST
 
     def __init__(self, root: Path, device: Device, *, inline: bool = True) -> None:
         """root: a folder that is there; what it holds is taken as durable."""

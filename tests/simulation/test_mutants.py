@@ -18,8 +18,8 @@ from simulation.test_crash_images import random_steps, run
 from simulation.workload import Step
 
 from flashkv import limits, recovery
+from flashkv.background import When
 from flashkv.blockio import BlockIO
-from flashkv.filesystem import Background
 from flashkv.manifest import Manifest
 from flashkv.manifest_log import KILL
 from flashkv.sealer import Sealer
@@ -119,7 +119,7 @@ def _without_syncs(step: Callable[[Sealer], None]) -> Callable[[Sealer], None]:
 def _seal_at_once(patch: pytest.MonkeyPatch) -> None:
     """A segment is sealed as soon as it is full: what that does wrong shows before a flush."""
     patch.setattr(limits, "SEALING_SYNC", 1)
-    patch.setattr(SimFiles, "background", Background.AT_ONCE)
+    patch.setattr(SimFiles, "when", When.AT_ONCE)
 
 
 def _segments_are_freed_without_the_kills(patch: pytest.MonkeyPatch) -> None:

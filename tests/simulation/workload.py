@@ -22,7 +22,8 @@ from simulation.evictions import Layout, Place, evicted, layout_of
 from simulation.filesystem import InlineFiles, SimFiles
 
 from flashkv import BlockStatus, Identity, KVGeometry, Options, Store, limits
-from flashkv.filesystem import DISK, Background
+from flashkv.background import When
+from flashkv.filesystem import DISK
 from flashkv.folder import is_own_file
 from flashkv.namespace import Namespace
 from flashkv.segments import SegmentState
@@ -146,7 +147,7 @@ class Workload:
         self.files = SimFiles(root, self.device)
         self.eager = seed % 3 == 0
         if self.eager:
-            self.files.background = Background.AT_ONCE
+            self.files.when = When.AT_ONCE
         self.path = root / "store"
         self.options = options(codec=codec, bloom=bloom)
         self.account = Account()

@@ -24,8 +24,9 @@ from store_support import (
 )
 
 from flashkv import FlashKVError, Identity
+from flashkv.background import When
 from flashkv.blockio import BlockIO
-from flashkv.filesystem import Background, FileSystem
+from flashkv.filesystem import FileSystem
 
 needs_both = pytest.mark.skipif(len(BACKENDS) < 2, reason="only one backend works here")
 KEYS = [b"key-%d" % number for number in range(60)]
@@ -47,7 +48,7 @@ def fixed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     for module in ("manifest", "space", "opening"):
         monkeypatch.setattr(f"flashkv.{module}.new_uuid", uuid)
-    monkeypatch.setattr(FileSystem, "background", Background.AT_ONCE)
+    monkeypatch.setattr(FileSystem, "when", When.AT_ONCE)
     monkeypatch.setattr("flashkv.opening.now_ms", lambda: next(state["clock"]))
     return reset
 

@@ -18,7 +18,7 @@ TOOLS = PACKAGE.parent / "tools"
 # From the bottom up. A module may import those of lower levels, and of its own where they are
 # named together in SAME_LEVEL.
 LEVELS: list[set[str]] = [
-    {"_native", "limits", "gate"},
+    {"_native", "limits", "gate", "background"},
     {"errors", "native"},
     {"checks"},
     {"dtypes", "options", "openfiles", "filesystem"},
