@@ -43,13 +43,13 @@ static void shape_of(const fkv_encode_batch *batch, const fkv_encode_record *rec
             /* The longest row of the code: every value an escape. A page is filled but for less
              * than that. */
             uint64_t row =
-                fkv_plane_bases(plane) ? 2 * (uint64_t)plane->vector_bytes : plane->vector_bytes;
+                fkv_plane_halves(plane) ? 2 * (uint64_t)plane->vector_bytes : plane->vector_bytes;
             uint64_t fill =
                 FKV_PAGE_BYTES - (row < FKV_PAGE_BYTES / 2 ? row : FKV_PAGE_BYTES / 2 + 512);
             uint64_t pages = (uint64_t)shape->tokens * plane->vector_bytes / fill + 2;
             uint64_t by_count = shape->tokens / FKV_STRIPE_TOKENS_MAX;
             shape->payload_pages += streams * (pages + by_count);
-            shape->stream_bytes += streams * (sizeof(fkv_stream_row) + fkv_plane_bases(plane));
+            shape->stream_bytes += streams * (sizeof(fkv_stream_row) + fkv_plane_parameters_max(plane));
         }
         shape->stripes = shape->payload_pages + shape->streams;
         return;
@@ -150,7 +150,9 @@ static void header_write(const fkv_encode_batch *batch, fkv_encode_record *recor
         at = tlv_put(at, FKV_TLV_ORDER, &batch->view->order, sizeof(fkv_order_row));
         if (s->inlined) tlv_put(at, FKV_TLV_INLINE, parts->inlined, s->payload_bytes);
     }
-    record->codec = s->coded ? FKV_CODEC_LOSSLESS : FKV_CODEC_RAW;
+    record->codec = !s->coded                          ? FKV_CODEC_RAW
+                    : record->codec == FKV_CODEC_FAST ? FKV_CODEC_FAST
+                                                      : FKV_CODEC_LOSSLESS;
     record->flags = (s->inlined ? FKV_RECORD_INLINE : 0) | (s->aligned ? FKV_RECORD_ALIGNED : 0);
     record->header_pages = (uint16_t)pages;
     record->pages = pages + (uint32_t)s->payload_pages;
@@ -167,6 +169,7 @@ static void header_write(const fkv_encode_batch *batch, fkv_encode_record *recor
         .block_count = (uint16_t)record->block_count,
         .codec = record->codec,
         .codec_version = 1,
+        .table_set = record->codec == FKV_CODEC_LOSSLESS ? FKV_TABLE_SET : 0,
         .fidelity = FKV_FIDELITY_EXACT,
         .flags = record->flags,
         .tokens = s->tokens,

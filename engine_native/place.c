@@ -7,6 +7,7 @@
  *  - a bad page fails every want that needed it, and no other.
  */
 #include "allocate.h"
+#include "codec_prefix.h"
 #include "reader.h"
 #include <string.h>
 
@@ -179,10 +180,35 @@ static void stripe_rows(const fkv_reading *reading, const fkv_stripe *s, uint32_
     while (token < end) rows[token++ - s->first_token] = 0;
 }
 
+/* The plan of the stream that was decoded last: most stripes of an extent follow one another in
+ * theirs. */
+typedef struct {
+    uint32_t stream; /* UINT32_MAX: none */
+    prefix_plan plan;
+} last_plan;
+
+static bool stripe_values(const fkv_stripe *s, uint32_t vector_bytes, const fkv_stream_row *stream,
+                          const uint8_t *parameters, last_plan *last, const uint8_t *in,
+                          const uint64_t *rows)
+{
+    if (stream->mode != FKV_STREAM_PREFIX_BF16 && stream->mode != FKV_STREAM_PREFIX_FP16)
+        return fkv_fxp_decode(in, s->length, s->tokens, vector_bytes, stream->mode, parameters,
+                              rows)
+               == 0;
+    if (last->stream != s->stream) {
+        last->stream = UINT32_MAX;
+        if (!fkv_prefix_plan_make(&last->plan, parameters, vector_bytes, stream->mode))
+            return false;
+        last->stream = s->stream;
+    }
+    return fkv_prefix_plan_decode(in, s->length, s->tokens, &last->plan, rows) == 0;
+}
+
 /* Decodes vectors side by side and scatters those that are wanted. */
 static uint32_t stripe_decode_apart(const fkv_stripe *s, const fkv_plane_row *plane,
-                                    const fkv_stream_row *stream, const uint8_t *bases,
-                                    const uint8_t *in, uint32_t stride, const uint64_t *rows)
+                                    const fkv_stream_row *stream, const uint8_t *parameters,
+                                    last_plan *last, const uint8_t *in, uint32_t stride,
+                                    const uint64_t *rows)
 {
     uint32_t bytes = plane->vector_bytes;
     uint8_t *whole = fkv_malloc((uint64_t)s->tokens * bytes);
@@ -190,39 +216,31 @@ static uint32_t stripe_decode_apart(const fkv_stripe *s, const fkv_plane_row *pl
     if (!whole) return FKV_NO_MEMORY;
     for (uint32_t t = 0; t < s->tokens; t++)
         places[t] = rows[t] ? (uint64_t)(uintptr_t)(whole + (uint64_t)t * bytes) : 0;
-    bool good =
-        stream->mode == FKV_STREAM_PLAIN
-            ? s->length == (uint32_t)s->tokens * bytes
-            : fkv_fxp_decode(in, s->length, s->tokens, bytes, stream->mode, bases, places) == 0;
-    const uint8_t *from = stream->mode == FKV_STREAM_PLAIN ? in : whole;
+    bool good = stripe_values(s, bytes, stream, parameters, last, in, places);
+    const uint8_t *from = whole;
     for (uint32_t t = 0; good && t < s->tokens; t++, from += bytes)
         if (rows[t]) fkv_vector_scatter(plane, stride, from, (uint8_t *)(uintptr_t)rows[t]);
     fkv_free(whole);
     return good ? FKV_OK : FKV_DAMAGED;
 }
 
-static uint32_t stripe_decode(const fkv_reading *reading, const fkv_stripe *s, const uint8_t *page)
+static uint32_t stripe_decode(const fkv_reading *reading, const fkv_stripe *s, const uint8_t *page,
+                              last_plan *last)
 {
     const fkv_header *h = reading->header;
     uint64_t rows[FKV_STRIPE_TOKENS_MAX];
     uint32_t entry = h->stream_entries[s->stream], head = s->stream - h->entry_streams[entry];
     const fkv_plane_row *plane = &h->geometry.planes[fkv_entry_plane(&h->geometry, entry)];
-    uint32_t bytes = plane->vector_bytes;
     uint32_t apart = reading->job->batch->view->entries[entry].element_stride;
     fkv_stream_row stream;
     const uint8_t *row = h->bytes + h->stream_offsets[s->stream], *in = page + s->offset;
+    const uint8_t *parameters = row + sizeof stream;
     memcpy(&stream, row, sizeof stream);
     stripe_rows(reading, s, entry, head, rows);
-    if (apart) return stripe_decode_apart(s, plane, &stream, row + sizeof stream, in, apart, rows);
-    if (stream.mode != FKV_STREAM_PLAIN) {
-        int status =
-            fkv_fxp_decode(in, s->length, s->tokens, bytes, stream.mode, row + sizeof stream, rows);
-        return status == 0 ? FKV_OK : FKV_DAMAGED;
-    }
-    if (s->length != (uint32_t)s->tokens * bytes) return FKV_DAMAGED;
-    for (uint32_t t = 0; t < s->tokens; t++, in += bytes)
-        if (rows[t]) memcpy((uint8_t *)(uintptr_t)rows[t], in, bytes);
-    return FKV_OK;
+    if (apart)
+        return stripe_decode_apart(s, plane, &stream, parameters, last, in, apart, rows);
+    bool good = stripe_values(s, plane->vector_bytes, &stream, parameters, last, in, rows);
+    return good ? FKV_OK : FKV_DAMAGED;
 }
 
 static void stripe_fail(fkv_reading *reading, const fkv_stripe *s, uint32_t status)
@@ -252,6 +270,8 @@ static void coded_place(const fkv_extent *extent)
     const fkv_header *h = reading->header;
     uint32_t end = extent->first_page + extent->page_count, checked = UINT32_MAX;
     bool good = false;
+    last_plan last;
+    last.stream = UINT32_MAX;
     for (uint64_t i = first_stripe(h, extent->first_page);
          i < h->stripe_count && h->stripes[i].page < end; i++) {
         const fkv_stripe *s = &h->stripes[i];
@@ -260,7 +280,7 @@ static void coded_place(const fkv_extent *extent)
             checked = s->page;
             good = page_good(extent, checked);
         }
-        uint32_t status = good ? stripe_decode(reading, s, page_at(extent, s->page)) : FKV_DAMAGED;
+        uint32_t status = good ? stripe_decode(reading, s, page_at(extent, s->page), &last) : FKV_DAMAGED;
         if (status != FKV_OK) stripe_fail(reading, s, status);
     }
 }
