@@ -18,6 +18,15 @@
 
 /* ---- sizes ---- */
 
+/* The most that a stream of this plane can have. */
+static uint32_t parameters_max(const fkv_plane_row *plane, uint32_t codec, uint32_t tokens)
+{
+    if (!fkv_plane_halves(plane)) return 0;
+    return fkv_stream_parameters(plane->vector_bytes, fkv_prefix_pays(codec, tokens)
+                                                          ? FKV_STREAM_PREFIX_BF16
+                                                          : FKV_STREAM_FXP_BF16);
+}
+
 static void shape_of(const fkv_encode_batch *batch, const fkv_encode_record *record,
                      fkv_record_shape *shape)
 {
@@ -49,7 +58,7 @@ static void shape_of(const fkv_encode_batch *batch, const fkv_encode_record *rec
             uint64_t pages = (uint64_t)shape->tokens * plane->vector_bytes / fill + 2;
             uint64_t by_count = shape->tokens / FKV_STRIPE_TOKENS_MAX;
             shape->payload_pages += streams * (pages + by_count);
-            shape->stream_bytes += streams * (sizeof(fkv_stream_row) + fkv_plane_parameters_max(plane));
+            shape->stream_bytes += streams * (sizeof(fkv_stream_row) + parameters_max(plane, record->codec, shape->tokens));
         }
         shape->stripes = shape->payload_pages + shape->streams;
         return;

@@ -132,7 +132,8 @@ static void packer_close_page(packer *p)
     p->shape->payload_pages = p->page;
 }
 
-/* The mode that takes fewest bits, its parameters and its costs; returns their sum. */
+/* The mode that takes fewest bits, its parameters and its costs; returns their sum. What the
+ * parameters take in the header counts. */
 static uint64_t packer_choose(packer *p, const fkv_plane_row *plane, uint8_t *parameters,
                               uint8_t *mode)
 {
@@ -140,25 +141,29 @@ static uint64_t packer_choose(packer *p, const fkv_plane_row *plane, uint8_t *pa
     const bool fp16 = plane->dtype == FKV_DTYPE_FP16;
     const uint32_t prefix = fp16 ? FKV_STREAM_PREFIX_FP16 : FKV_STREAM_PREFIX_BF16,
                    fixed = fp16 ? FKV_STREAM_FXP_FP16 : FKV_STREAM_FXP_BF16;
+    const uint32_t prefix_more = 8 * fkv_stream_parameters(bytes, prefix),
+                   fixed_more = 8 * fkv_stream_parameters(bytes, fixed);
     const uint64_t plain_bits = 8 * (uint64_t)tokens * bytes;
-    uint64_t prefix_bits = UINT64_MAX, bits;
+    uint64_t prefix_bits = UINT64_MAX - prefix_more, bits;
     if (fkv_plane_halves(plane)) {
-        if (p->record->codec != FKV_CODEC_FAST) {
+        if (fkv_prefix_pays(p->record->codec, tokens)) {
             fkv_prefix_choose(p->rows, tokens, bytes, prefix, parameters);
             prefix_bits = packer_costs(p, plane, prefix, parameters, 0, tokens);
             *mode = (uint8_t)prefix;
             /* The other code can't take less than its rows without escapes. */
-            if (prefix_bits <= 8 * tokens * fkv_fxp_row_bytes(bytes, fixed)) return prefix_bits;
+            if (prefix_bits + prefix_more
+                <= 8 * tokens * fkv_fxp_row_bytes(bytes, fixed) + fixed_more)
+                return prefix_bits;
         }
         uint8_t bases[PREFIX_VALUES_MAX / FKV_STREAM_GROUP];
         fkv_fxp_choose(p->rows, tokens, bytes, fixed, bases);
         bits = packer_costs(p, plane, fixed, bases, 0, tokens);
-        if (bits < plain_bits && bits <= prefix_bits) {
+        if (bits < plain_bits && bits + fixed_more <= prefix_bits + prefix_more) {
             memcpy(parameters, bases, fkv_stream_parameters(bytes, fixed));
             *mode = (uint8_t)fixed;
             return bits;
         }
-        if (prefix_bits < plain_bits)
+        if (prefix_bits + prefix_more < plain_bits)
             return packer_costs(p, plane, prefix, parameters, 0, tokens);
     }
     *mode = FKV_STREAM_PLAIN;

@@ -71,13 +71,6 @@ static inline uint32_t fkv_stream_parameters(uint32_t vector_bytes, uint32_t mod
         return 1 + vector_bytes / 2;
     return (vector_bytes / 2 + FKV_STREAM_GROUP - 1) / FKV_STREAM_GROUP;
 }
-/* The most that a stream of this plane can have. */
-static inline uint32_t fkv_plane_parameters_max(const fkv_plane_row *plane)
-{
-    return fkv_plane_halves(plane)
-               ? fkv_stream_parameters(plane->vector_bytes, FKV_STREAM_PREFIX_BF16)
-               : 0;
-}
 bool fkv_geometry_valid(const fkv_geometry *geometry);
 bool fkv_geometry_codable(const fkv_geometry *geometry);
 uint32_t fkv_geometry_layers(const fkv_geometry *geometry);  /* of the plane with most */
