@@ -120,14 +120,14 @@ static inline uint32_t symbol_of(uint32_t exponent, const prefix_plan *plan, uin
 }
 
 /* ---- counting ---- */
-static bool far_below(const prefix_counts *counts, uint32_t count)
+static bool far_below(const prefix_counts *counts, uint32_t i, uint32_t count)
 {
-    return counts->all[15] > count / 2 && counts->top >= 15;
+    return counts->counts[15][i] > count / 2 && counts->top[i] >= 15;
 }
 
-/* Where most values of a channel lie far below its highest ones, counts again from those. */
-static void count_channel(const uint64_t *rows, uint32_t count, uint32_t channel, bool fp16,
-                          prefix_counts *counts)
+/* Column i; where most values of a channel lie far below its highest ones, counts again from those. */
+static void count_channel(const uint64_t *rows, uint32_t count, uint32_t channel, uint32_t i,
+                          bool fp16, prefix_counts *counts)
 {
     uint32_t limit = 256;
     for (int attempt = 0; attempt < 4; attempt++) {
@@ -137,15 +137,16 @@ static void count_channel(const uint64_t *rows, uint32_t count, uint32_t channel
             uint32_t exponent = exponent_of(load16(row + 2 * channel), fp16);
             if (exponent < limit && exponent > top) top = exponent;
         }
-        memset(counts, 0, sizeof *counts);
+        for (uint32_t k = 0; k < 16; k++) counts->counts[k][i] = 0;
+        counts->negatives[i] = 0;
         for (uint32_t r = 0; r < count; r++) {
             uint16_t value = load16((const uint8_t *)(uintptr_t)rows[r] + 2 * channel);
             uint32_t below = top - exponent_of(value, fp16);
-            counts->all[below < 15 ? below : 15]++;
-            counts->negatives += value >> 15;
+            counts->counts[below < 15 ? below : 15][i]++;
+            counts->negatives[i] = (uint16_t)(counts->negatives[i] + (value >> 15));
         }
-        counts->top = (uint8_t)top;
-        if (!far_below(counts, count)) return;
+        counts->top[i] = (uint8_t)top;
+        if (!far_below(counts, i, count)) return;
         limit = top - 14; /* a few outliers on top of what matters */
     }
 }
@@ -153,18 +154,16 @@ static void count_channel(const uint64_t *rows, uint32_t count, uint32_t channel
 void fkv_prefix_count(const uint64_t *rows, uint32_t count, uint32_t values, uint32_t first,
                       bool fp16, prefix_counts *counts)
 {
-    const uint32_t channels = values - first < 32 ? values - first : 32;
+    const uint32_t channels = values - first < PREFIX_STEP ? values - first : PREFIX_STEP;
 #if defined(__x86_64__)
     if (fkv_cpu_has.avx2) {
         fkv_prefix_count_avx2(rows, count, values, first, fp16, counts);
         for (uint32_t i = 0; i < channels; i++)
-            if (far_below(&counts[i], count))
-                count_channel(rows, count, first + i, fp16, &counts[i]);
+            if (far_below(counts, i, count)) count_channel(rows, count, first + i, i, fp16, counts);
         return;
     }
 #endif
-    for (uint32_t i = 0; i < channels; i++)
-        count_channel(rows, count, first + i, fp16, &counts[i]);
+    for (uint32_t i = 0; i < channels; i++) count_channel(rows, count, first + i, i, fp16, counts);
 }
 
 /* ---- encoding ---- */
@@ -216,8 +215,7 @@ void fkv_prefix_costs(const uint64_t *rows, uint32_t count, uint32_t vector_byte
         fkv_prefix_plan_costs(rows, count, &plan, bits);
 }
 
-static void low_bytes(const uint8_t *row, uint32_t first, uint32_t end, uint64_t low,
-                      uint8_t *out)
+static void low_bytes(const uint8_t *row, uint32_t first, uint32_t end, uint64_t low, uint8_t *out)
 {
     for (uint32_t c = first; c < end; c++)
         out[c] = (uint8_t)((load16(row + 2 * c) & 0x7F) | (low >> (c - first) & 1) << 7);
@@ -346,8 +344,8 @@ static void merge_group(const uint8_t *in, uint32_t first, uint32_t end, const p
 }
 
 bool fkv_prefix_patch_group(uint64_t escape, uint32_t first, const prefix_plan *plan,
-                        const prefix_words *w, const uint8_t *begin, const uint8_t **escapes,
-                        uint8_t *row)
+                            const prefix_words *w, const uint8_t *begin, const uint8_t **escapes,
+                            uint8_t *row)
 {
     const uint32_t g = first / PREFIX_GROUP;
     for (; escape; escape &= escape - 1) {

@@ -60,15 +60,22 @@ typedef struct {
     uint8_t planes[FKV_PAGE_BYTES + 16], digits[FKV_PAGE_BYTES + 16], escapes[FKV_PAGE_BYTES];
 } prefix_parts;
 
-/* What choosing looks at, of one channel: values by distance below `top`; [15]: all others. */
+/* What choosing looks at, of 32 channels: values by distance below each one's `top`; [15]: others. */
+#define PREFIX_STEP 32u
 typedef struct {
-    uint32_t all[16];
-    uint32_t negatives;
-    uint8_t top;
+    uint16_t counts[16][PREFIX_STEP];
+    uint16_t negatives[PREFIX_STEP];
+    uint8_t top[PREFIX_STEP];
 } prefix_counts;
 
+/* Of channels [first, first + 32), fewer at the vector's end; at most 65,535 rows. */
 void fkv_prefix_count(const uint64_t *rows, uint32_t count, uint32_t values, uint32_t first,
                       bool fp16, prefix_counts *counts);
+
+/* Kinds and bases that are tried, the bases around a channel's highest exponent. */
+#define PREFIX_DELTAS 8u
+#define PREFIX_COMBINATIONS (2 * PREFIX_DELTAS)
+extern uint16_t fkv_prefix_prices[16][PREFIX_COMBINATIONS];
 
 /* With a plan at hand; what the functions of flashkv_native.h do. */
 void fkv_prefix_plan_costs(const uint64_t *rows, uint32_t count, const prefix_plan *plan,
@@ -90,6 +97,7 @@ bool fkv_prefix_patch_group(uint64_t escape, uint32_t first, const prefix_plan *
 #if defined(__x86_64__)
 void fkv_prefix_count_avx2(const uint64_t *rows, uint32_t count, uint32_t values, uint32_t first,
                            bool fp16, prefix_counts *counts);
+void fkv_prefix_best_avx2(const prefix_counts *counts, uint32_t shift, uint8_t best[PREFIX_STEP]);
 void fkv_prefix_costs_avx2(const uint64_t *rows, uint32_t count, const prefix_plan *plan,
                            uint16_t *bits);
 void fkv_prefix_encode_avx2(const uint64_t *rows, uint32_t count, const prefix_plan *plan,

@@ -51,18 +51,19 @@ INLINE void load_step(const uint8_t *row, uint32_t in_use, __m256i *a, __m256i *
     *a = load(copy), *b = load(copy + STEP);
 }
 
-INLINE void add_counters(const __m256i *counters, uint32_t (*sums)[STEP], uint32_t bins)
+INLINE void add_counters(const __m256i *counters, uint16_t (*sums)[PREFIX_STEP], uint32_t bins)
 {
     for (uint32_t k = 0; k < bins; k++) {
-        uint8_t bytes[STEP];
-        store(bytes, counters[k]);
-        for (uint32_t i = 0; i < STEP; i++) sums[k][i] += bytes[i];
+        __m256i low = _mm256_cvtepu8_epi16(_mm256_castsi256_si128(counters[k])),
+                high = _mm256_cvtepu8_epi16(_mm256_extracti128_si256(counters[k], 1));
+        store(sums[k], _mm256_add_epi16(load(sums[k]), low));
+        store(sums[k] + 16, _mm256_add_epi16(load(sums[k] + 16), high));
     }
 }
 
 /* Values at distances first_bin ... first_bin + 7 below `top`. */
 INLINE void count_pass(const uint64_t *rows, uint32_t count, uint32_t offset, uint32_t in_use,
-                       bool fp16, __m256i top, uint32_t first_bin, uint32_t (*sums)[STEP])
+                       bool fp16, __m256i top, uint32_t first_bin, uint16_t (*sums)[PREFIX_STEP])
 {
     memset(sums, 0, BINS_A_PASS * sizeof *sums);
     for (uint32_t done = 0; done < count; done += ROWS_A_PASS) {
@@ -76,26 +77,26 @@ INLINE void count_pass(const uint64_t *rows, uint32_t count, uint32_t offset, ui
             __m256i below = _mm256_sub_epi8(from, exponents(a, b, fp16));
 #pragma GCC unroll 8
             for (uint32_t k = 0; k < BINS_A_PASS; k++)
-                counters[k] = _mm256_sub_epi8(
-                    counters[k], _mm256_cmpeq_epi8(below, _mm256_set1_epi8((char)k)));
+                counters[k] = _mm256_sub_epi8(counters[k],
+                                              _mm256_cmpeq_epi8(below, _mm256_set1_epi8((char)k)));
         }
         add_counters(counters, sums, BINS_A_PASS);
     }
 }
 
 INLINE __m256i top_and_signs(const uint64_t *rows, uint32_t count, uint32_t offset, uint32_t in_use,
-                             bool fp16, uint32_t negatives[1][STEP])
+                             bool fp16, uint16_t (*negatives)[PREFIX_STEP])
 {
     __m256i top = _mm256_setzero_si256(), a, b;
-    memset(negatives, 0, sizeof negatives[0]);
+    memset(negatives, 0, sizeof *negatives);
     for (uint32_t done = 0; done < count; done += ROWS_A_PASS) {
         uint32_t end = count - done < ROWS_A_PASS ? count : done + ROWS_A_PASS;
         __m256i counter = _mm256_setzero_si256();
         for (uint32_t r = done; r < end; r++) {
             load_step((const uint8_t *)(uintptr_t)rows[r] + offset, in_use, &a, &b);
             top = _mm256_max_epu8(top, exponents(a, b, fp16));
-            counter = _mm256_add_epi8(counter,
-                                      pack(_mm256_srli_epi16(a, 15), _mm256_srli_epi16(b, 15)));
+            counter =
+                _mm256_add_epi8(counter, pack(_mm256_srli_epi16(a, 15), _mm256_srli_epi16(b, 15)));
         }
         add_counters(&counter, negatives, 1);
     }
@@ -105,18 +106,46 @@ INLINE __m256i top_and_signs(const uint64_t *rows, uint32_t count, uint32_t offs
 INLINE void count_step(const uint64_t *rows, uint32_t count, uint32_t offset, uint32_t in_use,
                        bool fp16, prefix_counts *counts)
 {
-    uint32_t negatives[1][STEP], sums[2 * BINS_A_PASS][STEP];
-    uint8_t tops[STEP];
-    __m256i top = top_and_signs(rows, count, offset, in_use, fp16, negatives);
-    store(tops, top);
+    __m256i top = top_and_signs(rows, count, offset, in_use, fp16, &counts->negatives);
+    store(counts->top, top);
     for (uint32_t k = 0; k < 2 * BINS_A_PASS; k += BINS_A_PASS)
-        count_pass(rows, count, offset, in_use, fp16, top, k, sums + k);
-    for (uint32_t i = 0; i < in_use && i < STEP; i++) {
-        uint32_t others = count;
-        for (uint32_t k = 0; k < 15; k++) others -= counts[i].all[k] = sums[k][i];
-        counts[i].all[15] = others;
-        counts[i].top = tops[i];
-        counts[i].negatives = negatives[0][i];
+        count_pass(rows, count, offset, in_use, fp16, top, k, counts->counts + k);
+    for (uint32_t h = 0; h < PREFIX_STEP; h += 16) {
+        __m256i others = _mm256_set1_epi16((short)count);
+        for (uint32_t k = 0; k < 15; k++)
+            others = _mm256_sub_epi16(others, load(counts->counts[k] + h));
+        store(counts->counts[15] + h, others);
+    }
+}
+
+TARGET void fkv_prefix_best_avx2(const prefix_counts *counts, uint32_t shift,
+                                 uint8_t best[PREFIX_STEP])
+{
+    const __m128i bits = _mm_cvtsi32_si128((int)shift);
+    for (uint32_t h = 0; h < PREFIX_STEP; h += 16) {
+        __m256i shifted[16], least = _mm256_set1_epi16(-1), which = _mm256_setzero_si256();
+        for (uint32_t k = 0; k < 16; k++)
+            shifted[k] = _mm256_srl_epi16(load(counts->counts[k] + h), bits);
+        for (uint32_t c = 0; c < PREFIX_COMBINATIONS; c += 4) {
+            __m256i sums[4];
+#pragma GCC unroll 4
+            for (uint32_t j = 0; j < 4; j++) sums[j] = _mm256_setzero_si256();
+#pragma GCC unroll 16
+            for (uint32_t k = 0; k < 16; k++)
+#pragma GCC unroll 4
+                for (uint32_t j = 0; j < 4; j++) {
+                    __m256i price = _mm256_set1_epi16((short)fkv_prefix_prices[k][c + j]);
+                    sums[j] = _mm256_add_epi16(sums[j], _mm256_mullo_epi16(shifted[k], price));
+                }
+            for (uint32_t j = 0; j < 4; j++) {
+                __m256i lower = _mm256_min_epu16(least, sums[j]);
+                __m256i same = _mm256_cmpeq_epi16(lower, least);
+                which = _mm256_blendv_epi8(_mm256_set1_epi16((short)(c + j)), which, same);
+                least = lower;
+            }
+        }
+        __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi16(which, which), 0xD8);
+        _mm_storeu_si128((__m128i *)(best + h), _mm256_castsi256_si128(packed));
     }
 }
 
@@ -151,10 +180,10 @@ INLINE uint64_t plane_of(const __m256i bytes[2], int k)
 INLINE __m256i symbols(__m256i exponent, const uint8_t *base, const uint8_t *kind, bool fp16)
 {
     const __m256i escape = _mm256_set1_epi8(PREFIX_ESCAPE);
-    __m256i narrow = _mm256_broadcastsi128_si256(
-        _mm_loadu_si128((const __m128i *)fkv_prefix_symbol[0]));
-    __m256i wide = _mm256_broadcastsi128_si256(
-        _mm_loadu_si128((const __m128i *)fkv_prefix_symbol[1]));
+    __m256i narrow =
+        _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)fkv_prefix_symbol[0]));
+    __m256i wide =
+        _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)fkv_prefix_symbol[1]));
     __m256i at = _mm256_sub_epi8(load(base), exponent);
     at = _mm256_sub_epi8(at, _mm256_set1_epi8(PREFIX_DISTANCE_FIRST));
     if (fp16) at = _mm256_and_si256(at, _mm256_set1_epi8(0x1F));
@@ -183,8 +212,7 @@ INLINE void group_words(const uint8_t *row, uint32_t group, const prefix_plan *p
         const uint32_t at = first + STEP * (uint32_t)h;
         symbol[h] = symbols(exponents(a, b, fp16), plan->base + at, plan->kind + at, fp16);
         high[h] = pack(_mm256_srli_epi16(a, 8), _mm256_srli_epi16(b, 8));
-        if (low)
-            low->bytes[h] = pack(_mm256_and_si256(a, mantissa), _mm256_and_si256(b, mantissa));
+        if (low) low->bytes[h] = pack(_mm256_and_si256(a, mantissa), _mm256_and_si256(b, mantissa));
     }
 #pragma GCC unroll 4
     for (int k = 0; k < 4; k++) w->symbol[k] = plane_of(symbol, k) & plan->valid[group];
@@ -293,17 +321,17 @@ INLINE void merge_half(const prefix_plan *plan, const prefix_words *w, const uin
                        __m256i low, uint32_t channel, int half, bool fp16, uint8_t *row)
 {
     const __m256i seven_bits = _mm256_set1_epi8(0x7F);
-    __m256i narrow = _mm256_broadcastsi128_si256(
-        _mm_loadu_si128((const __m128i *)fkv_prefix_distance[0]));
-    __m256i wide = _mm256_broadcastsi128_si256(
-        _mm_loadu_si128((const __m128i *)fkv_prefix_distance[1]));
-    __m256i symbol = _mm256_and_si256(spread((uint32_t)(w->symbol[3] >> 32 * half)),
-                                      _mm256_set1_epi8(8));
+    __m256i narrow =
+        _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)fkv_prefix_distance[0]));
+    __m256i wide =
+        _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)fkv_prefix_distance[1]));
+    __m256i symbol =
+        _mm256_and_si256(spread((uint32_t)(w->symbol[3] >> 32 * half)), _mm256_set1_epi8(8));
 #pragma GCC unroll 3
     for (int k = 0; k < 3; k++)
-        symbol = _mm256_or_si256(symbol,
-                                 _mm256_and_si256(spread((uint32_t)(w->symbol[k] >> 32 * half)),
-                                                  _mm256_set1_epi8((char)(1 << k))));
+        symbol =
+            _mm256_or_si256(symbol, _mm256_and_si256(spread((uint32_t)(w->symbol[k] >> 32 * half)),
+                                                     _mm256_set1_epi8((char)(1 << k))));
     __m256i distance =
         _mm256_blendv_epi8(_mm256_shuffle_epi8(narrow, symbol), _mm256_shuffle_epi8(wide, symbol),
                            load(plan->kind + channel));
@@ -312,9 +340,9 @@ INLINE void merge_half(const prefix_plan *plan, const prefix_words *w, const uin
     if (fp16) {
         high = _mm256_slli_epi16(_mm256_and_si256(exponent, _mm256_set1_epi8(0x1F)), 2);
         for (int k = 0; k < 2; k++)
-            high = _mm256_or_si256(high,
-                                   _mm256_and_si256(spread((uint32_t)(mantissa[k] >> 32 * half)),
-                                                    _mm256_set1_epi8((char)(1 << k))));
+            high =
+                _mm256_or_si256(high, _mm256_and_si256(spread((uint32_t)(mantissa[k] >> 32 * half)),
+                                                       _mm256_set1_epi8((char)(1 << k))));
         high = _mm256_or_si256(high, _mm256_andnot_si256(seven_bits, sign));
     } else {
         low = _mm256_or_si256(_mm256_and_si256(low, seven_bits),

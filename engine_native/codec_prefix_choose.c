@@ -5,73 +5,72 @@
  *  - parameters made here pass fkv_prefix_plan_make.
  *
  * The price of every (kind, base) is the sum of counts times code lengths; bases are tried from 6
- * below a channel's highest exponent to 1 above it.
+ * below a channel's highest exponent to 1 above it. Sums are of 16 bits: counts of more tokens than
+ * those can take are shifted down.
  */
 #include "codec_prefix.h"
 #include "cpu.h"
 
-#define DELTAS 8u
 #define DELTA_FIRST (-6)
-#define COMBINATIONS (2 * DELTAS)
 #define EXCEPTION_BITS 16u /* what a value with another sign than its channel's costs more */
+#define COUNT_MAX 3855u    /* times the longest code, 17 bits: less than 65,536 */
 
-/* [distance from top][kind, delta]: bits. */
-static uint32_t prices[16][COMBINATIONS];
+uint16_t fkv_prefix_prices[16][PREFIX_COMBINATIONS]; /* [distance from top][kind, delta]: bits */
 
 void fkv_prefix_make_prices(void)
 {
     for (uint32_t kind = 0; kind < 2; kind++)
         for (int k = 0; k < 16; k++)
-            for (uint32_t d = 0; d < DELTAS; d++) {
+            for (uint32_t d = 0; d < PREFIX_DELTAS; d++) {
                 int at = k + DELTA_FIRST + (int)d - PREFIX_DISTANCE_FIRST;
                 bool coded = k < 15 && at >= 0 && at < (int)PREFIX_SYMBOLS;
                 uint32_t symbol = coded ? fkv_prefix_symbol[kind][at] : PREFIX_ESCAPE;
-                prices[k][kind * DELTAS + d] = fkv_prefix_bits[kind][symbol];
+                fkv_prefix_prices[k][kind * PREFIX_DELTAS + d] = fkv_prefix_bits[kind][symbol];
             }
+}
+
+/* The cheapest combination of each channel; the first one of equals. */
+static void best_portable(const prefix_counts *counts, uint32_t shift, uint8_t best[PREFIX_STEP])
+{
+    for (uint32_t i = 0; i < PREFIX_STEP; i++) {
+        uint32_t least = UINT32_MAX;
+        for (uint32_t c = 0; c < PREFIX_COMBINATIONS; c++) {
+            uint32_t sum = 0;
+            for (uint32_t k = 0; k < 16; k++)
+                sum += (uint32_t)(counts->counts[k][i] >> shift) * fkv_prefix_prices[k][c];
+            if (sum < least) least = sum, best[i] = (uint8_t)c;
+        }
+    }
 }
 
 typedef struct {
     uint8_t base, flags;
 } channel_choice;
 
-static inline __attribute__((always_inline)) void sum_prices(const uint32_t *counts,
-                                                             uint32_t sums[COMBINATIONS])
+static void choose_step(const uint64_t *rows, uint32_t count, uint32_t values, uint32_t first,
+                        bool fp16, channel_choice *choices)
 {
-    for (uint32_t i = 0; i < COMBINATIONS; i++) sums[i] = 0;
-    for (uint32_t k = 0; k < 16; k++)
-        for (uint32_t i = 0; i < COMBINATIONS; i++) sums[i] += counts[k] * prices[k][i];
-    for (uint32_t i = 0; i < COMBINATIONS; i++) sums[i] = sums[i] * COMBINATIONS + i;
-}
-
-#if defined(__x86_64__)
-__attribute__((target("avx2"))) static void sum_prices_avx2(const uint32_t *counts,
-                                                            uint32_t sums[COMBINATIONS])
-{
-    sum_prices(counts, sums);
-}
-#endif
-
-static channel_choice choose_channel(const prefix_counts *c, uint32_t count, bool fp16)
-{
-    uint32_t sums[COMBINATIONS], best = UINT32_MAX;
-    channel_choice choice = {0, 0};
+    prefix_counts counts = {.top = {0}};
+    uint8_t best[PREFIX_STEP];
+    uint32_t shift = 0;
+    fkv_prefix_count(rows, count, values, first, fp16, &counts);
+    while (count >> shift > COUNT_MAX) shift++;
 #if defined(__x86_64__)
     if (fkv_cpu_has.avx2)
-        sum_prices_avx2(c->all, sums);
+        fkv_prefix_best_avx2(&counts, shift, best);
     else
 #endif
-        sum_prices(c->all, sums);
-    for (uint32_t i = 0; i < COMBINATIONS; i++) best = sums[i] < best ? sums[i] : best;
-    best %= COMBINATIONS;
-    int base = c->top + DELTA_FIRST + (int)(best % DELTAS);
-    choice.base = (uint8_t)((uint32_t)base & prefix_exponent_max(fp16));
-    if (best >= DELTAS) choice.flags = PREFIX_WIDE;
-    const uint32_t negatives = c->negatives, positives = count - c->negatives;
-    if ((uint64_t)negatives * EXCEPTION_BITS < count)
-        choice.flags |= PREFIX_STEADY;
-    else if ((uint64_t)positives * EXCEPTION_BITS < count)
-        choice.flags |= PREFIX_STEADY | PREFIX_NEGATIVE;
-    return choice;
+        best_portable(&counts, shift, best);
+    for (uint32_t i = 0; i < PREFIX_STEP && first + i < values; i++) {
+        const uint32_t negatives = counts.negatives[i], positives = count - negatives;
+        uint32_t base = (uint32_t)(counts.top[i] + DELTA_FIRST + best[i] % (int)PREFIX_DELTAS);
+        choices[i].base = (uint8_t)(base & prefix_exponent_max(fp16));
+        choices[i].flags = best[i] >= PREFIX_DELTAS ? PREFIX_WIDE : 0;
+        if (negatives * EXCEPTION_BITS < count)
+            choices[i].flags |= PREFIX_STEADY;
+        else if (positives * EXCEPTION_BITS < count)
+            choices[i].flags |= PREFIX_STEADY | PREFIX_NEGATIVE;
+    }
 }
 
 /* The base that most channels lie within reach of; the lowest one of equals. */
@@ -90,14 +89,10 @@ void fkv_prefix_choose(const uint64_t *rows, uint32_t count, uint32_t vector_byt
                        uint8_t *parameters)
 {
     channel_choice choices[PREFIX_VALUES_MAX];
-    prefix_counts counts[32];
     const uint32_t values = vector_bytes / 2;
     const bool fp16 = mode == FKV_STREAM_PREFIX_FP16;
-    for (uint32_t first = 0; first < values; first += 32) {
-        fkv_prefix_count(rows, count, values, first, fp16, counts);
-        for (uint32_t i = 0; i < 32 && first + i < values; i++)
-            choices[first + i] = choose_channel(&counts[i], count, fp16);
-    }
+    for (uint32_t first = 0; first < values; first += PREFIX_STEP)
+        choose_step(rows, count, values, first, fp16, choices + first);
     const uint32_t base = common_base(choices, values);
     *parameters++ = (uint8_t)base;
     for (uint32_t c = 0; c < values; c++) {

@@ -117,8 +117,7 @@ PREFIX_INLINE uint64_t put_planes(const prefix_plan *plan, uint32_t group, const
     const uint64_t wide = plan->wide[group], raw_sign = plan->raw_sign[group];
     uint64_t low = m->first | (w->symbol[0] & ~w->symbol[1]);
     uint64_t high = m->first | (w->symbol[1] & ~w->symbol[0]);
-    if (plan->fp16)
-        put_bits(planes, low & plan->valid[group], COUNT_BITS(plan->valid[group]));
+    if (plan->fp16) put_bits(planes, low & plan->valid[group], COUNT_BITS(plan->valid[group]));
     put_bits(planes, PACK_BITS(high, wide), plan->wide_count[group]);
     put_bits(planes, PACK_BITS(w->sign, raw_sign), plan->sign_count[group]);
     return low;
@@ -170,8 +169,7 @@ PREFIX_INLINE void prefix_parts_end(prefix_parts *parts, bit_writer *planes, bit
 /* The planes of a group to its first digit (symbol[0], symbol[1]), its signs and masks.first.
  * `low`: the first digit's low bits. */
 PREFIX_INLINE void get_planes(const prefix_plan *plan, uint32_t group, uint64_t low,
-                              const uint8_t *planes, uint64_t at, prefix_words *w,
-                              prefix_masks *m)
+                              const uint8_t *planes, uint64_t at, prefix_words *w, prefix_masks *m)
 {
     const uint64_t wide = plan->wide[group];
     const uint64_t high = SPREAD_BITS(take_bits(planes, at), wide);

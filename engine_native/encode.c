@@ -58,7 +58,9 @@ static void shape_of(const fkv_encode_batch *batch, const fkv_encode_record *rec
             uint64_t pages = (uint64_t)shape->tokens * plane->vector_bytes / fill + 2;
             uint64_t by_count = shape->tokens / FKV_STRIPE_TOKENS_MAX;
             shape->payload_pages += streams * (pages + by_count);
-            shape->stream_bytes += streams * (sizeof(fkv_stream_row) + parameters_max(plane, record->codec, shape->tokens));
+            shape->stream_bytes +=
+                streams
+                * (sizeof(fkv_stream_row) + parameters_max(plane, record->codec, shape->tokens));
         }
         shape->stripes = shape->payload_pages + shape->streams;
         return;
@@ -159,7 +161,7 @@ static void header_write(const fkv_encode_batch *batch, fkv_encode_record *recor
         at = tlv_put(at, FKV_TLV_ORDER, &batch->view->order, sizeof(fkv_order_row));
         if (s->inlined) tlv_put(at, FKV_TLV_INLINE, parts->inlined, s->payload_bytes);
     }
-    record->codec = !s->coded                          ? FKV_CODEC_RAW
+    record->codec = !s->coded                         ? FKV_CODEC_RAW
                     : record->codec == FKV_CODEC_FAST ? FKV_CODEC_FAST
                                                       : FKV_CODEC_LOSSLESS;
     record->flags = (s->inlined ? FKV_RECORD_INLINE : 0) | (s->aligned ? FKV_RECORD_ALIGNED : 0);

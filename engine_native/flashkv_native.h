@@ -458,6 +458,10 @@ typedef struct {
  * -1: damaged. */
 int64_t fkv_header_stripes(const uint8_t *header, uint64_t length, fkv_stripe *stripes,
                            uint64_t room);
+/* All vectors of a coded record in memory, checked: stream after stream, logical_bytes in all. FKV_OK,
+ * FKV_DAMAGED (also: not coded, or no room) or FKV_NO_MEMORY. */
+int fkv_record_decode(const uint8_t *record, uint64_t length, const uint8_t *segment_uuid,
+                      uint64_t epoch, uint32_t page, uint8_t *out, uint64_t room);
 uint32_t fkv_page_crc(uint64_t sequence, uint32_t ordinal, const uint8_t *page);
 
 /* ---- codec, for tests: one stripe of one stream ---- */

@@ -14,8 +14,6 @@
 #include <assert.h>
 #include <string.h>
 
-#define SPLIT_TOKENS_MIN 4u /* a stripe of fewer tokens isn't worth its row of the table */
-
 typedef struct {
     const fkv_encode_batch *batch;
     const fkv_encode_record *record;
@@ -188,8 +186,8 @@ static int packer_full_pages(packer *p, const fkv_plane_row *plane, uint32_t str
     p->left_first[stream_index] = first;
     p->stream_offsets[stream_index] = p->stream_end;
     memcpy(row, &stream, sizeof stream);
-    p->stream_end += (uint32_t)sizeof stream
-                     + fkv_stream_parameters(plane->vector_bytes, stream.mode);
+    p->stream_end +=
+        (uint32_t)sizeof stream + fkv_stream_parameters(plane->vector_bytes, stream.mode);
     return FKV_OK;
 }
 
@@ -203,10 +201,9 @@ static int packer_shared(packer *p, const fkv_plane_row *plane, uint32_t stream_
     packer_costs(p, plane, stream.mode, parameters, first, tokens - first);
     while (first < tokens) {
         bool new_page = false;
-        uint32_t left = tokens - first;
         uint32_t count =
             p->shared_open ? packer_fit(p, first, tokens, FKV_PAGE_BYTES - p->offset, &bits) : 0;
-        if (count < left && count < SPLIT_TOKENS_MIN) {
+        if (!count) { /* even one vector is longer than a row of the stripe table */
             if (p->shared_open) packer_close_page(p);
             p->shared_open = new_page = true;
             p->page++, p->offset = 0;

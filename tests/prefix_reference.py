@@ -40,7 +40,7 @@ def costs(vectors: np.ndarray, vector_bytes: int, mode: int, parameters: np.ndar
 
 
 def encode(vectors: np.ndarray, vector_bytes: int, mode: int, parameters: np.ndarray) -> bytes:
-    """The stripe; fails where it isn't as long as the costs say, or bytes behind it were written."""
+    """The stripe; fails where its length isn't the costs', or bytes behind it were written."""
     rows = addresses(vectors)
     bits = int(costs(vectors, vector_bytes, mode, parameters).astype(np.int64).sum())
     room = -(-bits // 8)

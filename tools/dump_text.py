@@ -262,7 +262,16 @@ class Output:
         self._table(f"{len(planes)} planes", columns, planes)
         if detail.streams:
             streams = [
-                (s.stream, s.layer, s.plane, s.role, s.head, s.full_stripes, s.mode, s.parameters.hex())
+                (
+                    s.stream,
+                    s.layer,
+                    s.plane,
+                    s.role,
+                    s.head,
+                    s.full_stripes,
+                    s.mode,
+                    s.parameters.hex(),
+                )
                 for s in detail.streams
             ]
             columns = "stream layer plane <role head".split()

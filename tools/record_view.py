@@ -238,7 +238,9 @@ class HeaderView:
             role = _ROLES.get(int(row["role"]), str(row["role"]))
             name = MODE_NAMES.get(mode, str(mode))
             found.append(
-                StreamFacts(stream, layer, plane, role, head, name, full, data[at : at + parameters])
+                StreamFacts(
+                    stream, layer, plane, role, head, name, full, data[at : at + parameters]
+                )
             )
             at += parameters
         return found

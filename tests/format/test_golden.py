@@ -31,8 +31,8 @@ COMMON = {
 }
 GOLDEN = {
     "raw": {**COMMON, "segments/00000000.seg": "893ee5151c280880"},
-    "lossless": {**COMMON, "segments/00000000.seg": "81fb3392b3656c8c"},
-    "fast": {**COMMON, "segments/00000000.seg": "5d441ae1194d07c4"},
+    "lossless": {**COMMON, "segments/00000000.seg": "251436b3f8672c5f"},
+    "fast": {**COMMON, "segments/00000000.seg": "487c5cdf68bab455"},
 }
 
 

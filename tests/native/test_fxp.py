@@ -17,6 +17,7 @@ from fxp_reference import BF16, FP16, PLAIN
 from hypothesis import given
 from hypothesis import strategies as st
 
+
 def check(values: np.ndarray, mode: int, gap_bytes: int = 0, offset: int = 0) -> int:
     """Every property of one stripe; returns its length."""
     rows, width = values.shape

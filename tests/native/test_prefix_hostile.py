@@ -90,9 +90,7 @@ def test_absurd_counts_and_modes_are_refused() -> None:
     def verdict(length: int, count: int, vector_bytes: int, mode: int) -> int:
         source, chosen, places = pointers
         return int(
-            prefix.lib.fkv_prefix_decode(
-                source, length, count, vector_bytes, mode, chosen, places
-            )
+            prefix.lib.fkv_prefix_decode(source, length, count, vector_bytes, mode, chosen, places)
         )
 
     for mode in (BF16, FP16):
