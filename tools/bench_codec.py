@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from flashkv import KVGeometry, MemoryView
 from flashkv.codec import CODECS, ENCODE_BLOCK, ENCODE_RECORD, EncodeJob
+from flashkv.errors import native_ok
 from flashkv.layout import packed_view
 from flashkv.native import ffi, lib, pointer
 
@@ -116,7 +117,7 @@ class Record:
         batch = self._job._with(self._records)
         batch.buffer = pointer(self._buffer, "uint8_t *")
         lib.fkv_encode(ffi.NULL, batch)
-        if self._records["status"][0] != lib.FKV_OK:
+        if not native_ok(int(self._records["status"][0])):
             raise BenchError(f"a record was not coded: status {self._records['status'][0]}")
 
     def _image(self) -> Any:
@@ -130,7 +131,7 @@ class Record:
         out = pointer(self._out.reshape(-1).view(np.uint8), "uint8_t *")
         room = self._out.nbytes
         status = lib.fkv_record_decode(self._image(), self.stored_bytes, _UUID, 1, 0, out, room)
-        if status != lib.FKV_OK:
+        if not native_ok(status):
             raise BenchError(f"a record was not decoded: status {status}")
 
     def check(self) -> None:
