@@ -53,7 +53,7 @@ def test_wider_vectors_are_those_of_neighbouring_heads(tensors: Tensors) -> None
 
 
 def test_a_folder_without_tensors(tmp_path: Path) -> None:
-    with pytest.raises(BenchError, match="no .safetensors"):
+    with pytest.raises(BenchError, match=r"no \.safetensors"):
         read(tmp_path)
 
 
