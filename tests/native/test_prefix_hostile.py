@@ -141,3 +141,6 @@ def test_golden_stripes() -> None:
             decoded = prefix.decode(stripe, (3, 4), BF16, parameters)
         assert decoded is not None
         assert decoded.tobytes() == content.tobytes()
+    padded = bytearray(stripe)
+    padded[-3] |= 0x80  # behind the last digit
+    assert decode_on_all_paths(bytes(padded), (3, 4), BF16, parameters) is None
