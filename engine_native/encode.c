@@ -18,13 +18,35 @@
 
 /* ---- sizes ---- */
 
-/* The most that a stream of this plane can have. */
-static uint32_t parameters_max(const fkv_plane_row *plane, uint32_t codec, uint32_t tokens)
+#define PREFIX_TOKENS_MIN                                                                          \
+    4u /* of fewer tokens the parameters would cost more than the code saves */
+
+/* The most that the rows of all streams can take. */
+static uint64_t stream_bytes_max(const fkv_geometry *g, bool prefix)
 {
-    if (!fkv_plane_halves(plane)) return 0;
-    return fkv_stream_parameters(plane->vector_bytes, fkv_prefix_pays(codec, tokens)
-                                                          ? FKV_STREAM_PREFIX_BF16
-                                                          : FKV_STREAM_FXP_BF16);
+    uint64_t bytes = 0;
+    for (uint32_t p = 0; p < g->plane_count; p++) {
+        const fkv_plane_row *plane = &g->planes[p];
+        uint32_t mode = !fkv_plane_halves(plane) ? FKV_STREAM_PLAIN
+                        : prefix                 ? FKV_STREAM_PREFIX_BF16
+                                                 : FKV_STREAM_FXP_BF16;
+        bytes += (uint64_t)plane->layers * plane->heads
+                 * (sizeof(fkv_stream_row) + fkv_stream_parameters(plane->vector_bytes, mode));
+    }
+    return bytes;
+}
+
+/* Whether streams may be in the prefix code, and what their rows can take then. */
+static void shape_prefix(const fkv_encode_batch *batch, const fkv_encode_record *record,
+                         fkv_record_shape *shape)
+{
+    const fkv_geometry *g = batch->geometry;
+    shape->prefix = record->codec != FKV_CODEC_FAST && shape->tokens >= PREFIX_TOKENS_MIN;
+    shape->stream_bytes = stream_bytes_max(g, shape->prefix);
+    if (!shape->prefix || fkv_header_room(g, record->block_count, shape) <= FKV_HEADER_BYTES_MAX)
+        return;
+    shape->prefix = false; /* streams beyond number: their parameters fit no header */
+    shape->stream_bytes = stream_bytes_max(g, false);
 }
 
 static void shape_of(const fkv_encode_batch *batch, const fkv_encode_record *record,
@@ -58,11 +80,9 @@ static void shape_of(const fkv_encode_batch *batch, const fkv_encode_record *rec
             uint64_t pages = (uint64_t)shape->tokens * plane->vector_bytes / fill + 2;
             uint64_t by_count = shape->tokens / FKV_STRIPE_TOKENS_MAX;
             shape->payload_pages += streams * (pages + by_count);
-            shape->stream_bytes +=
-                streams
-                * (sizeof(fkv_stream_row) + parameters_max(plane, record->codec, shape->tokens));
         }
         shape->stripes = shape->payload_pages + shape->streams;
+        shape_prefix(batch, record, shape);
         return;
     }
     /* Page alignment lets a block land directly in its place; it may cost a sixteenth. */

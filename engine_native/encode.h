@@ -14,6 +14,7 @@
 /* Sizes of a record: bounds before it is coded, exact afterwards. */
 typedef struct {
     bool coded, aligned, inlined;
+    bool prefix; /* streams may be in the prefix code */
     uint32_t tokens;
     uint32_t streams;
     uint64_t key_bytes; /* keys and parents */
@@ -32,12 +33,6 @@ typedef struct {
     const uint8_t *inlined;
 } fkv_record_parts;
 
-/* Whether a record may have streams in the prefix code: with fewer tokens its parameters would cost
- * more than it saves. */
-static inline bool fkv_prefix_pays(uint32_t codec, uint32_t tokens)
-{
-    return codec != FKV_CODEC_FAST && tokens >= 4;
-}
 uint64_t fkv_header_room(const fkv_geometry *geometry, uint32_t block_count,
                          const fkv_record_shape *shape);
 /* Codes every stream into pages at `payload`; makes the shape exact. The caller frees the parts,

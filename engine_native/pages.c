@@ -144,7 +144,7 @@ static uint64_t packer_choose(packer *p, const fkv_plane_row *plane, uint8_t *pa
     const uint64_t plain_bits = 8 * (uint64_t)tokens * bytes;
     uint64_t prefix_bits = UINT64_MAX - prefix_more, bits;
     if (fkv_plane_halves(plane)) {
-        if (fkv_prefix_pays(p->record->codec, tokens)) {
+        if (p->shape->prefix) {
             fkv_prefix_choose(p->rows, tokens, bytes, prefix, parameters);
             prefix_bits = packer_costs(p, plane, prefix, parameters, 0, tokens);
             *mode = (uint8_t)prefix;
