@@ -31,7 +31,7 @@ static fkv_cpu detect(void)
     /* The codec's AVX2 code also uses bit counting; every processor with AVX2 has both, emulators
      * may not. */
     found.avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi")
-                 && __builtin_cpu_supports("popcnt");
+                 && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt");
     if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx))
         found.sha_ni = (ebx >> 29 & 1) && found.sse42;
 #endif

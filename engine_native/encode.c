@@ -18,6 +18,37 @@
 
 /* ---- sizes ---- */
 
+#define PREFIX_TOKENS_MIN                                                                          \
+    4u /* of fewer tokens the parameters would cost more than the code saves */
+
+/* The most that the rows of all streams can take. */
+static uint64_t stream_bytes_max(const fkv_geometry *g, bool prefix)
+{
+    uint64_t bytes = 0;
+    for (uint32_t p = 0; p < g->plane_count; p++) {
+        const fkv_plane_row *plane = &g->planes[p];
+        uint32_t mode = !fkv_plane_halves(plane) ? FKV_STREAM_PLAIN
+                        : prefix                 ? FKV_STREAM_PREFIX_BF16
+                                                 : FKV_STREAM_FXP_BF16;
+        bytes += (uint64_t)plane->layers * plane->heads
+                 * (sizeof(fkv_stream_row) + fkv_stream_parameters(plane->vector_bytes, mode));
+    }
+    return bytes;
+}
+
+/* Whether streams may be in the prefix code, and what their rows can take then. */
+static void shape_prefix(const fkv_encode_batch *batch, const fkv_encode_record *record,
+                         fkv_record_shape *shape)
+{
+    const fkv_geometry *g = batch->geometry;
+    shape->prefix = record->codec != FKV_CODEC_FAST && shape->tokens >= PREFIX_TOKENS_MIN;
+    shape->stream_bytes = stream_bytes_max(g, shape->prefix);
+    if (!shape->prefix || fkv_header_room(g, record->block_count, shape) <= FKV_HEADER_BYTES_MAX)
+        return;
+    shape->prefix = false; /* streams beyond number: their parameters fit no header */
+    shape->stream_bytes = stream_bytes_max(g, false);
+}
+
 static void shape_of(const fkv_encode_batch *batch, const fkv_encode_record *record,
                      fkv_record_shape *shape)
 {
@@ -43,15 +74,15 @@ static void shape_of(const fkv_encode_batch *batch, const fkv_encode_record *rec
             /* The longest row of the code: every value an escape. A page is filled but for less
              * than that. */
             uint64_t row =
-                fkv_plane_bases(plane) ? 2 * (uint64_t)plane->vector_bytes : plane->vector_bytes;
+                fkv_plane_halves(plane) ? 2 * (uint64_t)plane->vector_bytes : plane->vector_bytes;
             uint64_t fill =
                 FKV_PAGE_BYTES - (row < FKV_PAGE_BYTES / 2 ? row : FKV_PAGE_BYTES / 2 + 512);
             uint64_t pages = (uint64_t)shape->tokens * plane->vector_bytes / fill + 2;
             uint64_t by_count = shape->tokens / FKV_STRIPE_TOKENS_MAX;
             shape->payload_pages += streams * (pages + by_count);
-            shape->stream_bytes += streams * (sizeof(fkv_stream_row) + fkv_plane_bases(plane));
         }
         shape->stripes = shape->payload_pages + shape->streams;
+        shape_prefix(batch, record, shape);
         return;
     }
     /* Page alignment lets a block land directly in its place; it may cost a sixteenth. */
@@ -150,7 +181,9 @@ static void header_write(const fkv_encode_batch *batch, fkv_encode_record *recor
         at = tlv_put(at, FKV_TLV_ORDER, &batch->view->order, sizeof(fkv_order_row));
         if (s->inlined) tlv_put(at, FKV_TLV_INLINE, parts->inlined, s->payload_bytes);
     }
-    record->codec = s->coded ? FKV_CODEC_LOSSLESS : FKV_CODEC_RAW;
+    record->codec = !s->coded                         ? FKV_CODEC_RAW
+                    : record->codec == FKV_CODEC_FAST ? FKV_CODEC_FAST
+                                                      : FKV_CODEC_LOSSLESS;
     record->flags = (s->inlined ? FKV_RECORD_INLINE : 0) | (s->aligned ? FKV_RECORD_ALIGNED : 0);
     record->header_pages = (uint16_t)pages;
     record->pages = pages + (uint32_t)s->payload_pages;
@@ -167,6 +200,7 @@ static void header_write(const fkv_encode_batch *batch, fkv_encode_record *recor
         .block_count = (uint16_t)record->block_count,
         .codec = record->codec,
         .codec_version = 1,
+        .table_set = record->codec == FKV_CODEC_LOSSLESS ? FKV_TABLE_SET : 0,
         .fidelity = FKV_FIDELITY_EXACT,
         .flags = record->flags,
         .tokens = s->tokens,

@@ -14,6 +14,7 @@
 /* Sizes of a record: bounds before it is coded, exact afterwards. */
 typedef struct {
     bool coded, aligned, inlined;
+    bool prefix; /* streams may be in the prefix code */
     uint32_t tokens;
     uint32_t streams;
     uint64_t key_bytes; /* keys and parents */

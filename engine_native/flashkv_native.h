@@ -458,6 +458,10 @@ typedef struct {
  * -1: damaged. */
 int64_t fkv_header_stripes(const uint8_t *header, uint64_t length, fkv_stripe *stripes,
                            uint64_t room);
+/* All vectors of a coded record in memory, checked: stream after stream, logical_bytes in all. FKV_OK,
+ * FKV_DAMAGED (also: not coded, or no room) or FKV_NO_MEMORY. */
+int fkv_record_decode(const uint8_t *record, uint64_t length, const uint8_t *segment_uuid,
+                      uint64_t epoch, uint32_t page, uint8_t *out, uint64_t room);
 uint32_t fkv_page_crc(uint64_t sequence, uint32_t ordinal, const uint8_t *page);
 
 /* ---- codec, for tests: one stripe of one stream ---- */
@@ -472,4 +476,14 @@ uint32_t fkv_fxp_encode(const uint64_t *rows, uint32_t count, uint32_t vector_by
 /* rows[i] == 0: row i is not wanted. 0, or -1 where the stripe's length does not fit. */
 int fkv_fxp_decode(const uint8_t *in, uint32_t length, uint32_t count, uint32_t vector_bytes,
                    uint32_t mode, const uint8_t *bases, const uint64_t *rows);
+/* The prefix code, likewise. parameters: a byte, then one for each value; costs in bits: a stripe has
+ * the sum of its rows', rounded up to a byte. A stripe that can't fit a page is refused. */
+void fkv_prefix_choose(const uint64_t *rows, uint32_t count, uint32_t vector_bytes, uint32_t mode,
+                       uint8_t *parameters);
+void fkv_prefix_costs(const uint64_t *rows, uint32_t count, uint32_t vector_bytes, uint32_t mode,
+                      const uint8_t *parameters, uint16_t *bits);
+uint32_t fkv_prefix_encode(const uint64_t *rows, uint32_t count, uint32_t vector_bytes,
+                           uint32_t mode, const uint8_t *parameters, uint8_t *out);
+int fkv_prefix_decode(const uint8_t *in, uint32_t length, uint32_t count, uint32_t vector_bytes,
+                      uint32_t mode, const uint8_t *parameters, const uint64_t *rows);
 #endif

@@ -166,7 +166,10 @@ typedef struct {
 #define FKV_KIND_NAMESPACE 2 /* payload-less: FKV_TLV_NAMESPACE holds the readable identity */
 
 #define FKV_CODEC_RAW 1      /* caller's order, plain bytes */
-#define FKV_CODEC_LOSSLESS 2 /* per-head pages, fixed-width exponent code, bit-exact */
+#define FKV_CODEC_LOSSLESS 2 /* per-head pages, the cheapest mode for each stream, bit-exact */
+#define FKV_CODEC_FAST 3     /* the same without the prefix code */
+
+#define FKV_TABLE_SET 1 /* of lossless records: which symbol of the prefix code means what */
 
 #define FKV_FIDELITY_EXACT 0
 
@@ -185,7 +188,7 @@ typedef struct {
     uint16_t block_count;
     uint8_t codec;
     uint8_t codec_version;
-    uint16_t table_set; /* static tables that the codec used; 0: none */
+    uint16_t table_set; /* static tables that the codec used: FKV_TABLE_SET; 0: none */
     uint8_t fidelity;
     uint8_t flags;
     uint32_t tokens; /* of all blocks */
@@ -204,7 +207,7 @@ typedef struct {
 #define FKV_TLV_KEYS 2      /* the keys' bytes, then the parents' bytes, as the block rows say */
 #define FKV_TLV_PLANES 3    /* fkv_plane_row[]: the geometry of the stored streams */
 #define FKV_TLV_PAGE_CRCS 4 /* uint32_t[payload pages], each seeded by sequence and ordinal */
-#define FKV_TLV_STREAMS 5   /* coded: per stream mode, full stripes, exponent bases */
+#define FKV_TLV_STREAMS 5   /* coded: per stream mode, full stripes, parameters */
 #define FKV_TLV_STRIPES 6   /* coded: uint32_t[]: length 13 bits, tokens 11 bits, new page 1 bit */
 #define FKV_TLV_ORDER 7     /* raw: fkv_order_row: the caller's axis order */
 #define FKV_TLV_INLINE 8    /* the payload itself */
@@ -247,5 +250,7 @@ typedef struct {
 #define FKV_STREAM_PLAIN 0    /* rows as they are */
 #define FKV_STREAM_FXP_BF16 1 /* byte of sign and mantissa, 3-bit exponent code, escapes */
 #define FKV_STREAM_FXP_FP16 2
+#define FKV_STREAM_PREFIX_BF16 3 /* exponents in a prefix code in bit planes, steady signs left out */
+#define FKV_STREAM_PREFIX_FP16 4
 #define FKV_STREAM_GROUP 16 /* channels that share one exponent base */
 #endif

@@ -4,13 +4,15 @@
  *  - a full page holds one stripe of one stream, as many tokens as fit; what a stream leaves over
  * goes, in stream order, into shared pages, split at token boundaries so that those are full too;
  *  - full pages come first, then the shared ones; the stripe table is in the order of the pages;
- *  - a stream whose code would be longer than its plain rows is stored plain.
+ *  - each stream has the mode that takes fewest bytes of those that the record's codec has; plain
+ * rows are among them.
  */
 #include "allocate.h"
+#include "codec_fxp.h"
+#include "codec_prefix.h"
 #include "encode.h"
+#include <assert.h>
 #include <string.h>
-
-#define SPLIT_TOKENS_MIN 4u /* a stripe of fewer tokens isn't worth its row of the table */
 
 typedef struct {
     const fkv_encode_batch *batch;
@@ -24,9 +26,11 @@ typedef struct {
     bool shared_open;
     uint64_t *rows;           /* [tokens]: addresses of one stream's vectors */
     uint8_t *gathered;        /* [tokens]: vectors whose elements lie apart; NULL: there are none */
-    uint16_t *costs;          /* [tokens] */
+    uint16_t *costs;          /* [tokens]: bits */
     uint32_t *left_first;     /* [streams]: first token of the remainder */
     uint32_t *stream_offsets; /* [streams]: into parts->streams */
+    uint32_t stream_end;      /* of parts->streams in use */
+    prefix_plan plan;         /* of the stream at hand, in the prefix modes */
 } packer;
 
 void fkv_parts_free(fkv_record_parts *parts)
@@ -69,40 +73,50 @@ static void packer_rows(packer *p, const fkv_plane_row *plane, uint32_t entry, u
     }
 }
 
-static void packer_costs(packer *p, const fkv_plane_row *plane, const fkv_stream_row *stream,
-                         const uint8_t *bases, uint32_t first, uint32_t count)
+static bool is_prefix(uint32_t mode)
 {
-    if (stream->mode != FKV_STREAM_PLAIN) {
-        fkv_fxp_costs(p->rows + first, count, plane->vector_bytes, stream->mode, bases,
-                      p->costs + first);
-        return;
+    return mode == FKV_STREAM_PREFIX_BF16 || mode == FKV_STREAM_PREFIX_FP16;
+}
+
+/* Sets the bits of each token's vector, and the plan of a prefix mode; returns their sum. */
+static uint64_t packer_costs(packer *p, const fkv_plane_row *plane, uint32_t mode,
+                             const uint8_t *parameters, uint32_t first, uint32_t count)
+{
+    uint32_t bytes = plane->vector_bytes;
+    uint64_t total = 0;
+    if (is_prefix(mode)) {
+        bool made = fkv_prefix_plan_make(&p->plan, parameters, bytes, mode);
+        assert(made);
+        (void)made;
+        fkv_prefix_plan_costs(p->rows + first, count, &p->plan, p->costs + first);
+    } else {
+        fkv_fxp_costs(p->rows + first, count, bytes, mode, parameters, p->costs + first);
+        for (uint32_t t = first; t < first + count; t++) p->costs[t] = (uint16_t)(8 * p->costs[t]);
     }
-    for (uint32_t t = first; t < first + count; t++) p->costs[t] = (uint16_t)plane->vector_bytes;
+    for (uint32_t t = first; t < first + count; t++) total += p->costs[t];
+    return total;
 }
 
 /* Tokens from `first` on that fit into `space` bytes. */
 static uint32_t packer_fit(const packer *p, uint32_t first, uint32_t end, uint32_t space,
-                           uint32_t *bytes)
+                           uint32_t *bits)
 {
     uint32_t used = 0, t = first;
     if (end - first > FKV_STRIPE_TOKENS_MAX) end = first + FKV_STRIPE_TOKENS_MAX;
-    while (t < end && used + p->costs[t] <= space) used += p->costs[t++];
-    *bytes = used;
+    while (t < end && used + p->costs[t] <= 8 * space) used += p->costs[t++];
+    *bits = used;
     return t - first;
 }
 
 static int packer_stripe(packer *p, const fkv_plane_row *plane, const fkv_stream_row *stream,
-                         const uint8_t *bases, uint32_t first, uint32_t count, bool new_page)
+                         const uint8_t *parameters, uint32_t first, uint32_t count, bool new_page)
 {
     if (p->shape->stripes >= p->stripe_room || p->page > p->page_room) return FKV_TOO_LARGE;
     uint8_t *out = p->payload + (uint64_t)(p->page - 1) * FKV_PAGE_BYTES + p->offset;
-    uint32_t length = 0;
-    if (stream->mode == FKV_STREAM_PLAIN)
-        for (uint32_t t = first; t < first + count; t++, length += plane->vector_bytes)
-            memcpy(out + length, (const uint8_t *)(uintptr_t)p->rows[t], plane->vector_bytes);
-    else
-        length =
-            fkv_fxp_encode(p->rows + first, count, plane->vector_bytes, stream->mode, bases, out);
+    uint32_t length = is_prefix(stream->mode)
+                          ? fkv_prefix_plan_encode(p->rows + first, count, &p->plan, out)
+                          : fkv_fxp_encode(p->rows + first, count, plane->vector_bytes,
+                                           stream->mode, parameters, out);
     p->parts->stripes[p->shape->stripes++] = length | count << 13 | (uint32_t)new_page << 24;
     p->offset += length;
     return FKV_OK;
@@ -116,38 +130,64 @@ static void packer_close_page(packer *p)
     p->shape->payload_pages = p->page;
 }
 
+/* The mode that takes fewest bits, its parameters and its costs; returns their sum. What the
+ * parameters take in the header counts. */
+static uint64_t packer_choose(packer *p, const fkv_plane_row *plane, uint8_t *parameters,
+                              uint8_t *mode)
+{
+    const uint32_t tokens = p->shape->tokens, bytes = plane->vector_bytes;
+    const bool fp16 = plane->dtype == FKV_DTYPE_FP16;
+    const uint32_t prefix = fp16 ? FKV_STREAM_PREFIX_FP16 : FKV_STREAM_PREFIX_BF16,
+                   fixed = fp16 ? FKV_STREAM_FXP_FP16 : FKV_STREAM_FXP_BF16;
+    const uint32_t prefix_more = 8 * fkv_stream_parameters(bytes, prefix),
+                   fixed_more = 8 * fkv_stream_parameters(bytes, fixed);
+    const uint64_t plain_bits = 8 * (uint64_t)tokens * bytes;
+    uint64_t prefix_bits = UINT64_MAX - prefix_more, bits;
+    if (fkv_plane_halves(plane)) {
+        if (p->shape->prefix) {
+            fkv_prefix_choose(p->rows, tokens, bytes, prefix, parameters);
+            prefix_bits = packer_costs(p, plane, prefix, parameters, 0, tokens);
+            *mode = (uint8_t)prefix;
+            /* The other code can't take less than its rows without escapes. */
+            if (prefix_bits + prefix_more
+                <= 8 * tokens * fkv_fxp_row_bytes(bytes, fixed) + fixed_more)
+                return prefix_bits;
+        }
+        uint8_t bases[PREFIX_VALUES_MAX / FKV_STREAM_GROUP];
+        fkv_fxp_choose(p->rows, tokens, bytes, fixed, bases);
+        bits = packer_costs(p, plane, fixed, bases, 0, tokens);
+        if (bits < plain_bits && bits + fixed_more <= prefix_bits + prefix_more) {
+            memcpy(parameters, bases, fkv_stream_parameters(bytes, fixed));
+            *mode = (uint8_t)fixed;
+            return bits;
+        }
+        if (prefix_bits + prefix_more < plain_bits)
+            return packer_costs(p, plane, prefix, parameters, 0, tokens);
+    }
+    *mode = FKV_STREAM_PLAIN;
+    return packer_costs(p, plane, FKV_STREAM_PLAIN, parameters, 0, tokens);
+}
+
 /* Chooses the stream's mode and writes its full pages. */
 static int packer_full_pages(packer *p, const fkv_plane_row *plane, uint32_t stream_index)
 {
     fkv_stream_row stream = {0};
-    uint8_t *row = p->parts->streams + p->stream_offsets[stream_index],
-            *bases = row + sizeof stream;
-    uint32_t tokens = p->shape->tokens, first = 0, bytes, total = 0;
-    uint32_t mode = !fkv_plane_bases(plane)          ? FKV_STREAM_PLAIN
-                    : plane->dtype == FKV_DTYPE_BF16 ? FKV_STREAM_FXP_BF16
-                                                     : FKV_STREAM_FXP_FP16;
-    if (mode != FKV_STREAM_PLAIN) {
-        stream.mode = (uint8_t)mode;
-        fkv_fxp_choose(p->rows, tokens, plane->vector_bytes, mode, bases);
-        packer_costs(p, plane, &stream, bases, 0, tokens);
-        for (uint32_t t = 0; t < tokens; t++) total += p->costs[t];
-    }
-    if (mode == FKV_STREAM_PLAIN || total >= (uint64_t)tokens * plane->vector_bytes) {
-        stream.mode = FKV_STREAM_PLAIN;
-        memset(bases, 0, fkv_plane_bases(plane));
-        packer_costs(p, plane, &stream, bases, 0, tokens);
-        total = tokens * plane->vector_bytes;
-    }
-    while (total > FKV_PAGE_BYTES) {
-        uint32_t count = packer_fit(p, first, tokens, FKV_PAGE_BYTES, &bytes);
+    uint8_t *row = p->parts->streams + p->stream_end, *parameters = row + sizeof stream;
+    uint32_t tokens = p->shape->tokens, first = 0, bits;
+    uint64_t total = packer_choose(p, plane, parameters, &stream.mode);
+    while (total > 8 * FKV_PAGE_BYTES) {
+        uint32_t count = packer_fit(p, first, tokens, FKV_PAGE_BYTES, &bits);
         p->page++, p->offset = 0;
-        int status = packer_stripe(p, plane, &stream, bases, first, count, true);
+        int status = packer_stripe(p, plane, &stream, parameters, first, count, true);
         if (status != FKV_OK) return status;
         packer_close_page(p);
-        first += count, total -= bytes, stream.full_stripes++;
+        first += count, total -= bits, stream.full_stripes++;
     }
     p->left_first[stream_index] = first;
+    p->stream_offsets[stream_index] = p->stream_end;
     memcpy(row, &stream, sizeof stream);
+    p->stream_end +=
+        (uint32_t)sizeof stream + fkv_stream_parameters(plane->vector_bytes, stream.mode);
     return FKV_OK;
 }
 
@@ -155,22 +195,21 @@ static int packer_shared(packer *p, const fkv_plane_row *plane, uint32_t stream_
 {
     fkv_stream_row stream;
     const uint8_t *row = p->parts->streams + p->stream_offsets[stream_index],
-                  *bases = row + sizeof stream;
+                  *parameters = row + sizeof stream;
     memcpy(&stream, row, sizeof stream);
-    uint32_t tokens = p->shape->tokens, first = p->left_first[stream_index], bytes;
-    packer_costs(p, plane, &stream, bases, first, tokens - first);
+    uint32_t tokens = p->shape->tokens, first = p->left_first[stream_index], bits;
+    packer_costs(p, plane, stream.mode, parameters, first, tokens - first);
     while (first < tokens) {
         bool new_page = false;
-        uint32_t left = tokens - first;
         uint32_t count =
-            p->shared_open ? packer_fit(p, first, tokens, FKV_PAGE_BYTES - p->offset, &bytes) : 0;
-        if (count < left && count < SPLIT_TOKENS_MIN) {
+            p->shared_open ? packer_fit(p, first, tokens, FKV_PAGE_BYTES - p->offset, &bits) : 0;
+        if (!count) { /* even one vector is longer than a row of the stripe table */
             if (p->shared_open) packer_close_page(p);
             p->shared_open = new_page = true;
             p->page++, p->offset = 0;
-            count = packer_fit(p, first, tokens, FKV_PAGE_BYTES, &bytes);
+            count = packer_fit(p, first, tokens, FKV_PAGE_BYTES, &bits);
         }
-        int status = packer_stripe(p, plane, &stream, bases, first, count, new_page);
+        int status = packer_stripe(p, plane, &stream, parameters, first, count, new_page);
         if (status != FKV_OK) return status;
         first += count;
     }
@@ -196,20 +235,6 @@ static int packer_each(packer *p, packer_step step, bool remainder)
             }
         }
     return FKV_OK;
-}
-
-static void packer_offsets(packer *p)
-{
-    const fkv_geometry *g = p->batch->geometry;
-    uint32_t layers = fkv_geometry_layers(g), stream = 0, at = 0;
-    for (uint32_t layer = 0; layer < layers; layer++)
-        for (uint32_t plane = 0; plane < g->plane_count; plane++) {
-            const fkv_plane_row *row = &g->planes[plane];
-            for (uint32_t head = 0; layer < row->layers && head < row->heads; head++) {
-                p->stream_offsets[stream++] = at;
-                at += sizeof(fkv_stream_row) + fkv_plane_bases(row);
-            }
-        }
 }
 
 /* Bytes of the longest vector whose elements lie apart. */
@@ -248,11 +273,11 @@ int fkv_pages_encode(const fkv_encode_batch *batch, const fkv_encode_record *rec
     if ((p.gathered || !apart) && p.rows && p.costs && p.left_first && p.stream_offsets
         && parts->page_crcs && parts->stripes && parts->streams) {
         shape->stripes = shape->payload_pages = 0;
-        packer_offsets(&p);
         status = packer_each(&p, packer_full_pages, false);
         if (status == FKV_OK) status = packer_each(&p, packer_shared, true);
         if (status == FKV_OK && p.shared_open) packer_close_page(&p);
         shape->payload_bytes = shape->payload_pages * FKV_PAGE_BYTES;
+        shape->stream_bytes = p.stream_end;
     }
     fkv_free(p.gathered), fkv_free(p.rows), fkv_free(p.costs), fkv_free(p.left_first),
         fkv_free(p.stream_offsets);

@@ -8,6 +8,7 @@
  */
 #include "allocate.h"
 #include "reader.h"
+#include "stripe.h"
 #include <string.h>
 
 static const uint8_t *page_at(const fkv_extent *extent, uint32_t page)
@@ -180,8 +181,8 @@ static void stripe_rows(const fkv_reading *reading, const fkv_stripe *s, uint32_
 }
 
 /* Decodes vectors side by side and scatters those that are wanted. */
-static uint32_t stripe_decode_apart(const fkv_stripe *s, const fkv_plane_row *plane,
-                                    const fkv_stream_row *stream, const uint8_t *bases,
+static uint32_t stripe_decode_apart(const fkv_header *h, const fkv_stripe *s,
+                                    const fkv_plane_row *plane, fkv_last_plan *last,
                                     const uint8_t *in, uint32_t stride, const uint64_t *rows)
 {
     uint32_t bytes = plane->vector_bytes;
@@ -190,39 +191,26 @@ static uint32_t stripe_decode_apart(const fkv_stripe *s, const fkv_plane_row *pl
     if (!whole) return FKV_NO_MEMORY;
     for (uint32_t t = 0; t < s->tokens; t++)
         places[t] = rows[t] ? (uint64_t)(uintptr_t)(whole + (uint64_t)t * bytes) : 0;
-    bool good =
-        stream->mode == FKV_STREAM_PLAIN
-            ? s->length == (uint32_t)s->tokens * bytes
-            : fkv_fxp_decode(in, s->length, s->tokens, bytes, stream->mode, bases, places) == 0;
-    const uint8_t *from = stream->mode == FKV_STREAM_PLAIN ? in : whole;
+    bool good = fkv_stripe_decode(h, s, bytes, last, in, places);
+    const uint8_t *from = whole;
     for (uint32_t t = 0; good && t < s->tokens; t++, from += bytes)
         if (rows[t]) fkv_vector_scatter(plane, stride, from, (uint8_t *)(uintptr_t)rows[t]);
     fkv_free(whole);
     return good ? FKV_OK : FKV_DAMAGED;
 }
 
-static uint32_t stripe_decode(const fkv_reading *reading, const fkv_stripe *s, const uint8_t *page)
+static uint32_t stripe_place(const fkv_reading *reading, const fkv_stripe *s, const uint8_t *page,
+                             fkv_last_plan *last)
 {
     const fkv_header *h = reading->header;
     uint64_t rows[FKV_STRIPE_TOKENS_MAX];
     uint32_t entry = h->stream_entries[s->stream], head = s->stream - h->entry_streams[entry];
     const fkv_plane_row *plane = &h->geometry.planes[fkv_entry_plane(&h->geometry, entry)];
-    uint32_t bytes = plane->vector_bytes;
     uint32_t apart = reading->job->batch->view->entries[entry].element_stride;
-    fkv_stream_row stream;
-    const uint8_t *row = h->bytes + h->stream_offsets[s->stream], *in = page + s->offset;
-    memcpy(&stream, row, sizeof stream);
+    const uint8_t *in = page + s->offset;
     stripe_rows(reading, s, entry, head, rows);
-    if (apart) return stripe_decode_apart(s, plane, &stream, row + sizeof stream, in, apart, rows);
-    if (stream.mode != FKV_STREAM_PLAIN) {
-        int status =
-            fkv_fxp_decode(in, s->length, s->tokens, bytes, stream.mode, row + sizeof stream, rows);
-        return status == 0 ? FKV_OK : FKV_DAMAGED;
-    }
-    if (s->length != (uint32_t)s->tokens * bytes) return FKV_DAMAGED;
-    for (uint32_t t = 0; t < s->tokens; t++, in += bytes)
-        if (rows[t]) memcpy((uint8_t *)(uintptr_t)rows[t], in, bytes);
-    return FKV_OK;
+    if (apart) return stripe_decode_apart(h, s, plane, last, in, apart, rows);
+    return fkv_stripe_decode(h, s, plane->vector_bytes, last, in, rows) ? FKV_OK : FKV_DAMAGED;
 }
 
 static void stripe_fail(fkv_reading *reading, const fkv_stripe *s, uint32_t status)
@@ -252,6 +240,8 @@ static void coded_place(const fkv_extent *extent)
     const fkv_header *h = reading->header;
     uint32_t end = extent->first_page + extent->page_count, checked = UINT32_MAX;
     bool good = false;
+    fkv_last_plan last;
+    last.stream = FKV_NO_STREAM;
     for (uint64_t i = first_stripe(h, extent->first_page);
          i < h->stripe_count && h->stripes[i].page < end; i++) {
         const fkv_stripe *s = &h->stripes[i];
@@ -260,7 +250,8 @@ static void coded_place(const fkv_extent *extent)
             checked = s->page;
             good = page_good(extent, checked);
         }
-        uint32_t status = good ? stripe_decode(reading, s, page_at(extent, s->page)) : FKV_DAMAGED;
+        uint32_t status =
+            good ? stripe_place(reading, s, page_at(extent, s->page), &last) : FKV_DAMAGED;
         if (status != FKV_OK) stripe_fail(reading, s, status);
     }
 }

@@ -61,7 +61,7 @@ bool fkv_geometry_codable(const fkv_geometry *g)
         const fkv_plane_row *row = &g->planes[p];
         if (row->dtype == FKV_DTYPE_OPAQUE || row->vector_bytes > FKV_CODABLE_VECTOR_MAX)
             return false;
-        if (fkv_plane_bases(row) && row->vector_bytes % 2) return false;
+        if (fkv_plane_halves(row) && row->vector_bytes % 2) return false;
     }
     return true;
 }
@@ -190,6 +190,25 @@ static bool decode_raw(fkv_header *h, const tlv_view *t)
            && bytes > ((uint64_t)h->payload_pages - 1) * FKV_PAGE_BYTES;
 }
 
+/* Whether a record of this codec has streams of this mode in planes of this type. */
+static bool mode_fits(uint32_t mode, uint32_t dtype, uint32_t codec)
+{
+    switch (mode) {
+    case FKV_STREAM_PLAIN:
+        return true;
+    case FKV_STREAM_FXP_BF16:
+        return dtype == FKV_DTYPE_BF16;
+    case FKV_STREAM_FXP_FP16:
+        return dtype == FKV_DTYPE_FP16;
+    case FKV_STREAM_PREFIX_BF16:
+        return dtype == FKV_DTYPE_BF16 && codec == FKV_CODEC_LOSSLESS;
+    case FKV_STREAM_PREFIX_FP16:
+        return dtype == FKV_DTYPE_FP16 && codec == FKV_CODEC_LOSSLESS;
+    default:
+        return false;
+    }
+}
+
 /* Streams in their order: offsets of their rows, and which (plane, layer) each belongs to. */
 static bool decode_streams(fkv_header *h, const tlv_view *t, uint64_t *full_total)
 {
@@ -208,15 +227,15 @@ static bool decode_streams(fkv_header *h, const tlv_view *t, uint64_t *full_tota
             if (layer >= plane->layers) continue;
             h->entry_streams[entry] = stream;
             for (uint32_t head = 0; head < plane->heads; head++, stream++) {
-                uint32_t size = sizeof(fkv_stream_row) + fkv_plane_bases(plane);
-                if (at + size > t[FKV_TLV_STREAMS].length) return false;
+                if (at + sizeof(fkv_stream_row) > t[FKV_TLV_STREAMS].length) return false;
                 const uint8_t *row = t[FKV_TLV_STREAMS].data + at;
                 fkv_stream_row fields;
                 memcpy(&fields, row, sizeof fields);
-                bool coded = fields.mode == FKV_STREAM_FXP_BF16   ? plane->dtype == FKV_DTYPE_BF16
-                             : fields.mode == FKV_STREAM_FXP_FP16 ? plane->dtype == FKV_DTYPE_FP16
-                                                                  : fields.mode == FKV_STREAM_PLAIN;
-                if (fields.reserved || !coded) return false;
+                if (fields.reserved || !mode_fits(fields.mode, plane->dtype, h->fixed.codec))
+                    return false;
+                uint64_t size =
+                    sizeof fields + fkv_stream_parameters(plane->vector_bytes, fields.mode);
+                if (at + size > t[FKV_TLV_STREAMS].length) return false;
                 *full_total += fields.full_stripes;
                 h->stream_offsets[stream] = (uint32_t)(row - h->bytes);
                 h->stream_entries[stream] = (uint16_t)entry;
@@ -291,7 +310,8 @@ static bool fields_known(const fkv_record_header *f)
 {
     bool data = f->kind == FKV_KIND_DATA;
     uint32_t flags = data && f->codec == FKV_CODEC_RAW ? FKV_RECORD_INLINE | FKV_RECORD_ALIGNED : 0;
-    return f->sequence < FKV_COUNT_END && !f->table_set && f->fidelity == FKV_FIDELITY_EXACT && !(f->flags & ~flags)
+    uint32_t tables = data && f->codec == FKV_CODEC_LOSSLESS ? FKV_TABLE_SET : 0;
+    return f->sequence < FKV_COUNT_END && f->table_set == tables && f->fidelity == FKV_FIDELITY_EXACT && !(f->flags & ~flags)
            && f->codec_version == (data ? 1 : 0);
 }
 
@@ -310,7 +330,8 @@ static bool decode(fkv_header *h)
     h->page_crcs = (const uint32_t *)t[FKV_TLV_PAGE_CRCS].data;
     if (f->codec == FKV_CODEC_RAW) return decode_raw(h, t);
     uint64_t full;
-    return f->codec == FKV_CODEC_LOSSLESS && fkv_geometry_codable(&h->geometry)
+    return (f->codec == FKV_CODEC_LOSSLESS || f->codec == FKV_CODEC_FAST)
+           && fkv_geometry_codable(&h->geometry)
            && f->payload_bytes == (uint64_t)h->payload_pages * FKV_PAGE_BYTES
            && f->logical_bytes == fkv_block_bytes(&h->geometry, f->tokens)
            && decode_streams(h, t, &full) && decode_stripes(h, t, full);

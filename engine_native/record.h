@@ -21,7 +21,7 @@ typedef struct {
     uint8_t mode;
     uint8_t reserved;
     uint16_t full_stripes;
-    /* ceil(values / FKV_STREAM_GROUP) exponent bases follow */
+    /* fkv_stream_parameters() bytes follow */
 } fkv_stream_row;
 
 typedef struct fkv_header {
@@ -57,11 +57,19 @@ void fkv_header_retain(fkv_header *header);
 void fkv_header_release(fkv_header *header);
 uint32_t fkv_header_crc(const uint8_t *header, uint64_t length, const uint8_t *segment_uuid,
                         uint64_t epoch, uint32_t page);
-/* Exponent bases that a stream of this plane has. */
-static inline uint32_t fkv_plane_bases(const fkv_plane_row *plane)
+/* Whether a plane's values are those of the exponent codes. */
+static inline bool fkv_plane_halves(const fkv_plane_row *plane)
 {
-    if (plane->dtype != FKV_DTYPE_BF16 && plane->dtype != FKV_DTYPE_FP16) return 0;
-    return (plane->vector_bytes / 2 + FKV_STREAM_GROUP - 1) / FKV_STREAM_GROUP;
+    return plane->dtype == FKV_DTYPE_BF16 || plane->dtype == FKV_DTYPE_FP16;
+}
+/* Bytes of parameters that a stream of this mode has: exponent bases of groups of channels, or a
+ * base and a byte for each channel. */
+static inline uint32_t fkv_stream_parameters(uint32_t vector_bytes, uint32_t mode)
+{
+    if (mode == FKV_STREAM_PLAIN) return 0;
+    if (mode == FKV_STREAM_PREFIX_BF16 || mode == FKV_STREAM_PREFIX_FP16)
+        return 1 + vector_bytes / 2;
+    return (vector_bytes / 2 + FKV_STREAM_GROUP - 1) / FKV_STREAM_GROUP;
 }
 bool fkv_geometry_valid(const fkv_geometry *geometry);
 bool fkv_geometry_codable(const fkv_geometry *geometry);

@@ -22,7 +22,11 @@ from flashkv.native import dtype_of, ffi, lib, pointer
 
 ENCODE_BLOCK: Final = dtype_of("fkv_encode_block")
 ENCODE_RECORD: Final = dtype_of("fkv_encode_record")
-CODECS: Final = {"raw": int(lib.FKV_CODEC_RAW), "lossless": int(lib.FKV_CODEC_LOSSLESS)}
+CODECS: Final = {
+    "raw": int(lib.FKV_CODEC_RAW),
+    "lossless": int(lib.FKV_CODEC_LOSSLESS),
+    "fast": int(lib.FKV_CODEC_FAST),
+}
 CODEC_NAMES: Final = {number: name for name, number in CODECS.items()}
 STAGING_BUFFERS: Final = 4
 """One is filled, one is written, and two keep both busy when records differ in size."""

@@ -32,6 +32,7 @@ from rich.table import Table
 import flashkv
 from flashkv.options import BACKENDS, parse_bytes
 
+from .bench_codec import run_codec
 from .bench_io import (
     DEFAULT_SIZE_BYTES,
     PAIRS_MIN,
@@ -68,6 +69,22 @@ Folder = Annotated[
 ENGINES_FOLDER = Path(".engines")
 ENGINE_DTYPES = ("float32", "bfloat16", "float16")
 Backend = Annotated[str, typer.Option(help=f"I/O backend of the store: {', '.join(BACKENDS)}.")]
+
+
+@app.command("codec")
+def codec_command(
+    data: Annotated[
+        Path, typer.Option(help="Folder of .safetensors files with K and V.", exists=True)
+    ],
+    json_file: Json = None,
+) -> None:
+    """What the lossless codecs make of real tensors, and how fast: one thread's CPU time."""
+    try:
+        figures = run_codec(data, lambda text: console.print(text, style="dim"))
+    except BenchError as error:
+        fail(str(error))
+    show_codec(figures)
+    write_json(json_file, figures)
 
 
 @app.command("io")
@@ -239,6 +256,17 @@ def write_json(file: Path | None, figures: Mapping[str, Any]) -> None:
         sys.stdout.write(text)
     else:
         file.write_text(text, encoding="utf-8")
+
+
+def show_codec(figures: Mapping[str, Any]) -> None:
+    """The figures, one a line."""
+    table = Table("figure", "value", box=box.SIMPLE)
+    for name, value in figures.items():
+        text = f"{value:.3f}" if isinstance(value, float) else str(value)
+        if isinstance(value, dict):
+            text = ", ".join(f"{key}: {number:.3f}" for key, number in value.items())
+        table.add_row(name, text)
+    console.print(table)
 
 
 def io_table(figures: Mapping[str, Any]) -> Table:

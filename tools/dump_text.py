@@ -262,11 +262,20 @@ class Output:
         self._table(f"{len(planes)} planes", columns, planes)
         if detail.streams:
             streams = [
-                (s.stream, s.layer, s.plane, s.role, s.head, s.full_stripes, s.mode, s.bases.hex())
+                (
+                    s.stream,
+                    s.layer,
+                    s.plane,
+                    s.role,
+                    s.head,
+                    s.full_stripes,
+                    s.mode,
+                    s.parameters.hex(),
+                )
                 for s in detail.streams
             ]
             columns = "stream layer plane <role head".split()
-            columns += ["full pages", "<mode", "<bases"]
+            columns += ["full pages", "<mode", "<parameters"]
             self._table(f"{len(streams)} streams", columns, streams)
             stripes = [
                 (

@@ -28,9 +28,13 @@ BLOCK_ROW: Final = dtype_of("fkv_block_row")
 PLANE_ROW: Final = dtype_of("fkv_plane_row")
 ORDER_ROW: Final = dtype_of("fkv_order_row")
 STRIPE: Final = dtype_of("fkv_stripe")
-STREAM_ROW: Final = struct.Struct("<BBH")  # mode, reserved, full stripes; exponent bases follow
+STREAM_ROW: Final = struct.Struct("<BBH")  # mode, reserved, full stripes; parameters follow
 
-CODEC_NAMES: Final = {lib.FKV_CODEC_RAW: "raw", lib.FKV_CODEC_LOSSLESS: "lossless"}
+CODEC_NAMES: Final = {
+    lib.FKV_CODEC_RAW: "raw",
+    lib.FKV_CODEC_LOSSLESS: "lossless",
+    lib.FKV_CODEC_FAST: "fast",
+}
 KIND_NAMES: Final = {lib.FKV_KIND_DATA: "data", lib.FKV_KIND_NAMESPACE: "namespace"}
 FIDELITY_NAMES: Final = {lib.FKV_FIDELITY_EXACT: "exact"}
 DTYPE_NAMES: Final = {
@@ -44,6 +48,8 @@ MODE_NAMES: Final = {
     lib.FKV_STREAM_PLAIN: "plain",
     lib.FKV_STREAM_FXP_BF16: "exponent code, bfloat16",
     lib.FKV_STREAM_FXP_FP16: "exponent code, float16",
+    lib.FKV_STREAM_PREFIX_BF16: "prefix code, bfloat16",
+    lib.FKV_STREAM_PREFIX_FP16: "prefix code, float16",
 }
 TLV_NAMES: Final = {
     getattr(lib, f"FKV_TLV_{name}"): name.lower()
@@ -87,7 +93,7 @@ class PlaneFacts:
 
 @dataclass(frozen=True)
 class StreamFacts:
-    """One (layer, plane, head). bases: of the exponent code, one of 16 channels each."""
+    """One (layer, plane, head). parameters: of its code: exponent bases, or a byte a channel."""
 
     stream: int
     layer: int
@@ -96,7 +102,7 @@ class StreamFacts:
     head: int
     mode: str
     full_stripes: int
-    bases: bytes
+    parameters: bytes
 
 
 @dataclass(frozen=True)
@@ -227,14 +233,16 @@ class HeaderView:
             if not data:
                 break
             mode, _, full = STREAM_ROW.unpack_from(data, at)
-            bases = _bases(int(row["dtype"]), int(row["vector_bytes"]))
+            parameters = _parameters(int(row["vector_bytes"]), mode)
             at += STREAM_ROW.size
             role = _ROLES.get(int(row["role"]), str(row["role"]))
             name = MODE_NAMES.get(mode, str(mode))
             found.append(
-                StreamFacts(stream, layer, plane, role, head, name, full, data[at : at + bases])
+                StreamFacts(
+                    stream, layer, plane, role, head, name, full, data[at : at + parameters]
+                )
             )
-            at += bases
+            at += parameters
         return found
 
     def stripes(self) -> list[StripeFacts]:
@@ -340,7 +348,10 @@ def flag_names(flags: int) -> str:
     return " ".join(names)
 
 
-def _bases(dtype: int, vector_bytes: int) -> int:
-    if dtype not in (lib.FKV_DTYPE_BF16, lib.FKV_DTYPE_FP16):
+def _parameters(vector_bytes: int, mode: int) -> int:
+    """Bytes of parameters behind a stream's row."""
+    if mode == lib.FKV_STREAM_PLAIN:
         return 0
+    if mode in (lib.FKV_STREAM_PREFIX_BF16, lib.FKV_STREAM_PREFIX_FP16):
+        return 1 + vector_bytes // 2
     return int(-(-(vector_bytes // 2) // lib.FKV_STREAM_GROUP))

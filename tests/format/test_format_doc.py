@@ -79,3 +79,18 @@ def test_worked_example() -> None:
     assert bases[0] == int(base[1])
     length = lib.fkv_fxp_encode(*arguments, pointer(bases, "uint8_t *"), pointer(out, "uint8_t *"))
     assert out[:length].tobytes() == expected
+
+
+def test_worked_example_of_the_prefix_code() -> None:
+    rows = re.findall(r"^\| [-\d.]+ \| ([0-9A-F]{4}) \| \d+ \| [0-9A-F]{2} \|", DOC, re.MULTILINE)
+    values = np.array([int(row, 16) for row in rows], np.uint16)
+    line = re.search(r"^prefix stripe: ([0-9A-F |]+?) {4,}", DOC, re.MULTILINE)
+    base = re.search(r"prefix code, base (\d+), all channels wide", DOC)
+    assert line
+    assert base
+    parameters = np.array([int(base[1]), *[0x20] * 8], np.uint8)
+    out, addresses = np.zeros(64, np.uint8), np.array([address(values)], np.uint64)
+    arguments = (pointer(addresses, "uint64_t *"), 1, 16, lib.FKV_STREAM_PREFIX_BF16)
+    chosen = pointer(parameters, "uint8_t *")
+    length = lib.fkv_prefix_encode(*arguments, chosen, pointer(out, "uint8_t *"))
+    assert out[:length].tobytes() == bytes.fromhex(line[1].replace("|", ""))

@@ -31,7 +31,8 @@ COMMON = {
 }
 GOLDEN = {
     "raw": {**COMMON, "segments/00000000.seg": "893ee5151c280880"},
-    "lossless": {**COMMON, "segments/00000000.seg": "6503d58b296f5e95"},
+    "lossless": {**COMMON, "segments/00000000.seg": "251436b3f8672c5f"},
+    "fast": {**COMMON, "segments/00000000.seg": "487c5cdf68bab455"},
 }
 
 
@@ -115,3 +116,9 @@ def test_structure(tmp_path: Path, codec: str, monkeypatch: pytest.MonkeyPatch) 
             (layer, plane, head) for layer in (0, 1) for plane in (0, 1) for head in (0, 1)
         ]
         assert all(stream.full_stripes for stream in detail.streams)
+        prefix = codec == "lossless"
+        assert {stream.mode for stream in detail.streams} == {
+            "prefix code, bfloat16" if prefix else "exponent code, bfloat16"
+        }
+        assert {len(stream.parameters) for stream in detail.streams} == {65 if prefix else 4}
+        assert (detail.header["codec"], detail.header["table_set"]) == (codec, int(prefix))

@@ -29,7 +29,8 @@ static void touch_streams(const fkv_header *h)
         stripes += full[1] - full[0] + rest[1] - rest[0];
         const fkv_plane_row *plane =
             &h->geometry.planes[fkv_entry_plane(&h->geometry, h->stream_entries[i])];
-        for (uint32_t b = 0; b < fkv_plane_bases(plane); b++)
+        uint32_t mode = h->bytes[h->stream_offsets[i]];
+        for (uint32_t b = 0; b < fkv_stream_parameters(plane->vector_bytes, mode); b++)
             sum += h->bytes[h->stream_offsets[i] + sizeof(fkv_stream_row) + b];
     }
     PROMISE(stripes == h->stripe_count || sum == UINT64_MAX);

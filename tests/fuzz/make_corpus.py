@@ -125,6 +125,27 @@ def stripes() -> Iterator[tuple[bytes, bytes]]:
     yield struct.pack("<BBHB", 0, 3, 20, 0xFF) + bytes(1) + plain, struct.pack("<BH", 0, 9) + plain
 
 
+def prefix_stripes() -> Iterator[bytes]:
+    """Inputs of prefix: stripes that are right, and rows."""
+    rng = np.random.default_rng(6)
+    bf16, fp16 = int(lib.FKV_STREAM_PREFIX_BF16), int(lib.FKV_STREAM_PREFIX_FP16)
+    for mode, rows, values in [(bf16, 3, 8), (fp16, 4, 21), (bf16, 9, 64), (fp16, 2, 100)]:
+        fxp_mode = lib.FKV_STREAM_FXP_FP16 if mode == fp16 else lib.FKV_STREAM_FXP_BF16
+        bits = np.ascontiguousarray(vectors(rng, fxp_mode, rows, values))
+        bits[:, ::3] |= 0x8000
+        starts = np.array([bits.ctypes.data + r * 2 * values for r in range(rows)], np.uint64)
+        parameters, out = np.zeros(1 + values, np.uint8), np.zeros(rows * values * 4, np.uint8)
+        args = (pointer(starts, "uint64_t *"), rows, 2 * values, mode)
+        lib.fkv_prefix_choose(*args, pointer(parameters, "uint8_t *"))
+        chosen, room = pointer(parameters, "uint8_t *"), pointer(out, "uint8_t *")
+        length = lib.fkv_prefix_encode(*args, chosen, room)
+        is_fp16 = int(mode == fp16)
+        head = struct.pack("<BHB", rows - 1, values - 1, 0xFF) + parameters.tobytes()
+        yield bytes([2 | is_fp16]) + head + out[:length].tobytes()
+        yield bytes([is_fp16]) + head + bits.tobytes()
+        yield bytes([4 | is_fp16]) + head + bits.tobytes()
+
+
 def logs() -> Iterator[bytes]:
     """Control and log."""
     uuid = bytes([7, 7, 7]).ljust(16, b"\0")
@@ -193,7 +214,12 @@ def main() -> None:
     for number, (stripe, rows) in enumerate(stripes()):
         write("codec", number, stripe)
         write("roundtrip", number, rows)
-    for target, made in (("manifest", logs), ("directory", directories), ("bloom", blooms)):
+    for target, made in (
+        ("prefix", prefix_stripes),
+        ("manifest", logs),
+        ("directory", directories),
+        ("bloom", blooms),
+    ):
         for number, data in enumerate(made()):
             write(target, number, data)
 

@@ -12,60 +12,10 @@ import fxp_reference as fxp
 import numpy as np
 import pytest
 import realkv
+from codec_contents import KINDS, SPECIAL, make, streams_of
 from fxp_reference import BF16, FP16, PLAIN
 from hypothesis import given
 from hypothesis import strategies as st
-
-SPECIAL = np.array(
-    [
-        *(0x0000, 0x8000, 0x0001, 0x8001, 0x007F, 0x0080, 0x03FF, 0x0400),  # zeros, denormals
-        *(0x7F80, 0xFF80, 0x7FC1, 0x7F81, 0xFFFF, 0x7F7F),  # bfloat16: infinities, NaNs, largest
-        *(0x7C00, 0xFC00, 0x7E01, 0x7C01, 0x7BFF),  # the same in float16
-        *(0x3F80, 0xBF80, 0x3C00, 0xBC00),  # ones
-    ],
-    np.uint16,
-)
-
-
-def bf16_bits(values: np.ndarray) -> np.ndarray:
-    return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-
-
-def make(kind: str, rows: int, values: int, seed: int) -> np.ndarray:
-    """uint16 [rows, values] of a kind of content that means something to the code."""
-    rng = np.random.default_rng(seed)
-    shape = (rows, values)
-    match kind:
-        case "normal bf16":
-            scale = np.exp2(rng.integers(-8, 8, values))
-            return bf16_bits(rng.normal(size=shape) * scale)
-        case "normal fp16":
-            return rng.normal(size=shape).astype(np.float16).view(np.uint16)
-        case "any bits":
-            return rng.integers(0, 65536, shape).astype(np.uint16)
-        case "special":
-            return rng.choice(SPECIAL, shape)
-        case "outliers":
-            return bf16_bits(rng.normal(size=shape) * np.where(rng.random(shape) < 0.03, 1e25, 1))
-        case "mostly zero":
-            return np.where(rng.random(shape) < 0.95, 0, rng.integers(0, 65536, shape)).astype(
-                np.uint16
-            )
-        case "low exponents":
-            return (rng.integers(0, 9, shape) << 7 | rng.integers(0, 4, shape) << 10).astype(
-                np.uint16
-            )
-        case "two far windows":
-            exponent = np.where(
-                rng.random(shape) < 0.5, rng.integers(20, 27, shape), rng.integers(3, 12, shape)
-            )
-            return (exponent << 7 | exponent << 10).astype(np.uint16)
-        case _:
-            return np.full(shape, rng.integers(0, 65536), np.uint16)
-
-
-KINDS = ["normal bf16", "normal fp16", "any bits", "special", "outliers", "mostly zero"]
-KINDS += ["low exponents", "two far windows", "constant"]
 
 
 def check(values: np.ndarray, mode: int, gap_bytes: int = 0, offset: int = 0) -> int:
@@ -220,21 +170,10 @@ def test_many_rows_at_once() -> None:
     check(make("outliers", 1024, 80, 3), FP16)
 
 
-def streams_of(path: Path) -> list[tuple[str, int, np.ndarray]]:
-    """(tensor, mode, [tokens, dim]) of every layer and head of a file."""
-    found = []
-    for name, tensor in realkv.read_tensors(path).items():
-        if tensor.ndim != 4:
-            continue
-        mode = FP16 if tensor.dtype == np.float16 else BF16
-        words = np.ascontiguousarray(tensor).view(np.uint16).reshape(-1, *tensor.shape[2:])
-        found += [(name, mode, stream) for stream in words]
-    return found
-
-
 def check_real(path: Path, every: int) -> None:
     sizes: dict[tuple[str, int], list[int]] = {}
-    for name, mode, stream in streams_of(path)[::every]:
+    for name, is_fp16, stream in streams_of(path)[::every]:
+        mode = FP16 if is_fp16 else BF16
         sizes.setdefault((name, mode), []).append(check(stream, mode))
     for (name, mode), lengths in sizes.items():
         bits = 8 * sum(lengths) / (len(lengths) * 1024 * 64)

@@ -206,6 +206,14 @@ def test_memory_that_is_too_small(inline: Engine, fd: int, shape: Shape) -> None
             assert record.read([row], room=room).statuses == [DAMAGED]
 
 
+def test_streams_beyond_number(inline: Engine, fd: int) -> None:
+    """The prefix code's parameters don't fit a header: such records do without it."""
+    record = LoneRecord(
+        inline, fd, Shape("streams", KVGeometry.gqa(256, 64, 128, "bfloat16"), "lossless", (4,))
+    )
+    assert record.right(record.read()) == [True]
+
+
 def test_a_header_of_more_than_a_megabyte(inline: Engine, fd: int) -> None:
     """It has a buffer of its own."""
     geometry = KVGeometry.gqa(1024, 64, 8, "bfloat16")

@@ -1,0 +1,194 @@
+"""The prefix code in bit planes for tests: native functions on numpy arrays, and the format again.
+
+The second half is written from the description in docs/format.md, bit by bit, not from the C code.
+Vectors are uint16 arrays [rows, values], whatever the mode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from fxp_reference import CANARY, _u8, _u64, addresses
+
+from flashkv.native import ffi, lib
+
+BF16, FP16 = int(lib.FKV_STREAM_PREFIX_BF16), int(lib.FKV_STREAM_PREFIX_FP16)
+EXPONENT_MAX = {BF16: 255, FP16: 31}
+ESCAPE, BATCH, GROUP = 15, 64, 64
+NARROW, WIDE = 0, 1
+DISTANCES = (
+    {0: 0, 3: 1, 4: 2, 5: 3, 6: -1, 7: 4, 8: 5, 9: 6, 10: -2, 11: 7, 12: 8, 13: 9, 14: 10},
+    dict(enumerate([0, 1, 2, 3, 4, -1, 5, 6, 7, 8, -2, 9, 10, -3, -4])),
+)
+PAGE_BYTES = 4096
+
+
+def choose(vectors: np.ndarray, vector_bytes: int, mode: int) -> np.ndarray:
+    rows = addresses(vectors)
+    parameters = np.full(vector_bytes // 2 + 2, CANARY, np.uint8)
+    lib.fkv_prefix_choose(_u64(rows), len(rows), vector_bytes, mode, _u8(parameters))
+    assert parameters[-1] == CANARY
+    return parameters[:-1]
+
+
+def costs(vectors: np.ndarray, vector_bytes: int, mode: int, parameters: np.ndarray) -> np.ndarray:
+    rows, result = addresses(vectors), np.zeros(len(vectors), np.uint16)
+    target = ffi.cast("uint16_t *", result.ctypes.data)
+    lib.fkv_prefix_costs(_u64(rows), len(rows), vector_bytes, mode, _u8(parameters), target)
+    return result
+
+
+def encode(vectors: np.ndarray, vector_bytes: int, mode: int, parameters: np.ndarray) -> bytes:
+    """The stripe; fails where its length isn't the costs', or bytes behind it were written."""
+    rows = addresses(vectors)
+    bits = int(costs(vectors, vector_bytes, mode, parameters).astype(np.int64).sum())
+    room = -(-bits // 8)
+    out = np.full(room + 64, CANARY, np.uint8)
+    length = lib.fkv_prefix_encode(
+        _u64(rows), len(rows), vector_bytes, mode, _u8(parameters), _u8(out)
+    )
+    assert length == room
+    assert (out[room:] == CANARY).all()
+    return out[:room].tobytes()
+
+
+def decode(
+    stripe: bytes,
+    shape: tuple[int, int],
+    mode: int,
+    parameters: np.ndarray,
+    *,
+    wanted: np.ndarray | None = None,
+    gap_bytes: int = 5,
+    offset: int = 1,
+) -> np.ndarray | None:
+    """The rows (unwanted ones keep CANARY bytes), or None where the stripe was refused.
+
+    Fails where anything between or behind the rows was written.
+    """
+    count, vector_bytes = shape
+    row_bytes = vector_bytes + gap_bytes
+    room = np.full(count * row_bytes + offset + 64, CANARY, np.uint8)
+    rows = np.arange(count, dtype=np.uint64) * np.uint64(row_bytes) + np.uint64(
+        room.ctypes.data + offset
+    )
+    if wanted is not None:
+        rows = np.where(wanted, rows, np.uint64(0))
+    source = np.frombuffer(stripe + bytes([0xFF]) * 64, np.uint8)
+    verdict = lib.fkv_prefix_decode(
+        _u8(source), len(stripe), count, vector_bytes, mode, _u8(parameters), _u64(rows)
+    )
+    assert verdict in (0, -1)
+    view = np.ndarray((count, vector_bytes), np.uint8, room, offset, (row_bytes, 1))
+    result = view.copy()
+    view[:] = CANARY
+    assert (room == CANARY).all()
+    return result if verdict == 0 else None
+
+
+# ---- the format again -------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Channel:
+    """What a stream's parameters say of one channel."""
+
+    base: int
+    kind: int
+    steady: bool
+    negative: bool
+
+
+def channels(parameters: np.ndarray, mode: int) -> list[Channel]:
+    common, *own = (int(byte) for byte in parameters)
+    result = []
+    for byte in own:
+        delta = byte & 31
+        base = 0 if delta == 31 else (common - delta) % (EXPONENT_MAX[mode] + 1)
+        result.append(Channel(base, byte >> 5 & 1, bool(byte & 0x80), bool(byte & 0x40)))
+    return result
+
+
+def symbol_of(exponent: int, negative: bool, channel: Channel, mode: int) -> int:
+    if channel.steady and negative != channel.negative:
+        return ESCAPE
+    period = EXPONENT_MAX[mode] + 1
+    for symbol, distance in DISTANCES[channel.kind].items():
+        if (channel.base - distance) % period == exponent:
+            return symbol
+    return ESCAPE
+
+
+def digits_of(symbol: int, kind: int) -> list[tuple[int, int]]:
+    """A symbol's digits, each as (value, bits)."""
+    if symbol < 3:
+        return [(symbol, 2 if kind == WIDE else 1)]
+    digits = [(3, 2) if kind == WIDE else (1, 1), (int(symbol > 3), 1)]
+    if symbol > 3:
+        digits.append((int(symbol > 4), 1))
+    if symbol > 4:
+        digits.append((min(symbol - 5, 3), 2))
+    if symbol > 7:
+        digits.append((symbol - 8, 3))
+    return digits
+
+
+def fields(value: int, mode: int) -> tuple[bool, int, int]:
+    """Sign, exponent, mantissa."""
+    if mode == FP16:
+        return bool(value >> 15), value >> 10 & 0x1F, value & 0x3FF
+    return bool(value >> 15), value >> 7 & 0xFF, value & 0x7F
+
+
+def reference_encode(values: np.ndarray, mode: int, parameters: np.ndarray) -> bytes:
+    """The stripe of uint16[rows, values], one bit after another."""
+    known = channels(parameters, mode)
+    low, planes, escapes = bytearray(), [], bytearray()
+    groups = []  # of every 64 values: (sign, digits, channel) of each
+    for row in values.tolist():
+        for first in range(0, len(row), GROUP):
+            part = []
+            for value, channel in zip(row[first : first + GROUP], known[first:], strict=False):
+                negative, exponent, mantissa = fields(value, mode)
+                symbol = symbol_of(exponent, negative, channel, mode)
+                part.append((negative, mantissa, digits_of(symbol, channel.kind), channel))
+                if symbol == ESCAPE:
+                    escapes.append(exponent)
+            if mode == FP16:
+                planes += [mantissa >> 8 & 1 for _, mantissa, _, _ in part]
+                planes += [mantissa >> 9 for _, mantissa, _, _ in part]
+                planes += [digits[0][0] & 1 for _, _, digits, _ in part]
+                low += bytes(mantissa & 0xFF for _, mantissa, _, _ in part)
+            else:
+                low += bytes(mantissa | (digits[0][0] & 1) << 7 for _, mantissa, digits, _ in part)
+            planes += [digits[0][0] >> 1 for _, _, digits, own in part if own.kind == WIDE]
+            planes += [int(negative) for negative, _, _, own in part if not own.steady]
+            groups.append(part)
+    bits = planes
+    for first in range(0, len(groups), BATCH):
+        batch = groups[first : first + BATCH]
+        for place in range(1, 5):
+            for part in batch:
+                there = [digits[place] for _, _, digits, _ in part if len(digits) > place]
+                for k in range(there[0][1] if there else 0):
+                    bits += [digit >> k & 1 for digit, _ in there]
+        for part in batch:
+            bits += [
+                int(negative)
+                for negative, _, digits, own in part
+                if own.steady and len(digits) == 5 and digits[4][0] == 7
+            ]
+    packed = np.packbits(np.array(bits, np.uint8), bitorder="little").tobytes()
+    return bytes(low) + packed + bytes(escapes[::-1])
+
+
+def reference_bits(values: np.ndarray, mode: int, parameters: np.ndarray) -> int:
+    """Bits of a stripe without padding."""
+    known, total = channels(parameters, mode), 0
+    for row in values.tolist():
+        for value, own in zip(row, known, strict=True):
+            negative, exponent, _ = fields(value, mode)
+            symbol = symbol_of(exponent, negative, own, mode)
+            total += (10 if mode == FP16 else 7) + (not own.steady)
+            total += sum(bits for _, bits in digits_of(symbol, own.kind))
+            total += (8 + own.steady) * (symbol == ESCAPE)
+    return total
