@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -57,6 +58,7 @@ _NOT_THE_BACKEND: Final = frozenset((-errno.ENOSPC, -errno.EDQUOT, -errno.EROFS)
 _NOT_DIRECT: Final = frozenset((-errno.EINVAL, -errno.EOPNOTSUPP))
 
 
+_THREAD_NAME: Final = "flashkv-sync"
 _Result = TypeVar("_Result")
 _Result_co = TypeVar("_Result_co", covariant=True)
 
@@ -268,16 +270,28 @@ class BlockIO:
         return results
 
     def later(self, call: Callable[[], _Result]) -> Later[_Result]:
-        """Runs a call on a thread of its own, one after the other, before close() ends.
+        """Runs a call on a thread of its own, one after the other, before close() ends; at once
+        where there is none.
 
         The call may raise OSError. Raises ClosedError.
         """
         _ = self.engine
         if self._files.background is not Background.THREAD:
             return _Alone(call, self._files.background)
+        new = self._thread is None
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="flashkv-sync")
-        return self._thread.submit(call)
+            self._thread = ThreadPoolExecutor(1, _THREAD_NAME)
+        try:
+            return self._thread.submit(call)
+        except RuntimeError:  # no thread is to be had, or the interpreter ends (atexit)
+            if new:
+                self._thread = None  # what it was given it never does
+            return _Alone(call, Background.AT_ONCE)
+
+    @staticmethod
+    def on_a_thread() -> bool:
+        """Whether the caller is on a thread of later(), of this engine or another."""
+        return threading.current_thread().name.startswith(_THREAD_NAME)
 
     # ---- asynchronous writes ----
 

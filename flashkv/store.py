@@ -26,6 +26,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from flashkv import checks, limits, opening
+from flashkv.blockio import BlockIO
 from flashkv.codec import Staging
 from flashkv.errors import (
     BusyError,
@@ -464,7 +465,10 @@ class Store:
             warnings.warn(
                 f"{self!r} was dropped, not closed", ResourceWarning, stacklevel=1, source=self
             )
-            self._stop()
+            if BlockIO.on_a_thread():  # the collector runs anywhere; _stop() waits for that thread
+                threading.Thread(target=self._stop, name="flashkv-stop").start()
+            else:
+                self._stop()
 
     def __enter__(self) -> Store:
         return self
