@@ -7,10 +7,11 @@ Invariants
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum
-from typing import Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 
 class When(Enum):
@@ -21,6 +22,7 @@ class When(Enum):
     AT_LAST = "once it is waited for"
 
 
+THREAD_NAME: Final = "flashkv-background"
 Result = TypeVar("Result")
 Result_co = TypeVar("Result_co", covariant=True)
 
@@ -70,12 +72,23 @@ class Background:
         """The call may raise OSError."""
         if self._when is not When.THREAD:
             return _Alone(call, self._when)
+        new = self._thread is None
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="flashkv-background")
-        return self._thread.submit(call)
+            self._thread = ThreadPoolExecutor(1, THREAD_NAME)
+        try:
+            return self._thread.submit(call)
+        except RuntimeError:  # no thread is to be had, or the interpreter ends (atexit)
+            if new:
+                self._thread = None  # what it was given it never does
+            return _Alone(call, When.AT_ONCE)
 
     def close(self) -> None:
         """May be called again."""
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.shutdown()
+
+
+def on_a_thread() -> bool:
+    """Whether the caller is on the thread of a Background."""
+    return threading.current_thread().name.startswith(THREAD_NAME)

@@ -229,7 +229,8 @@ class BlockIO:
         return results
 
     def later(self, call: Callable[[], Result]) -> Later[Result]:
-        """Runs a call on a thread of its own, one after the other, before close() ends.
+        """Runs a call on a thread of its own, one after the other, before close() ends; at once
+        where there is none.
 
         The call may raise OSError. Raises ClosedError.
         """

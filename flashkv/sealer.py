@@ -77,13 +77,15 @@ class Sealer:
         self._waiting: deque[_Full] = deque()
         self._sync: Later[NDArray[np.int32]] | None = None
         self._syncing: list[Segment] = []
+        self._sealing: list[_Full] = []  # of those that wait: what the sync makes durable
 
     # ---- full segments ----
 
     def begin(self, segment: Segment, last_sequence: int) -> None:
         """Takes a full segment; others may be filled meanwhile. last_sequence: of all records."""
-        segment.state = SegmentState.SEALING
-        self._waiting.append(_Full(segment, last_sequence))
+        full = _Full(segment, last_sequence)
+        segment.state = SegmentState.SEALING  # no signal comes between this and the next line
+        self._waiting.append(full)
         self._flights.launch()
         if len(self._waiting) > limits.SEALING_MAX:
             self.finish()
@@ -114,8 +116,9 @@ class Sealer:
         # With them directories of those before: a power cut finds few unfinished.
         rest = [segment for segment in self.unsynced() if segment.state in _AT_REST]
         synced = [*(full.segment for full in self._waiting), *rest]
-        self._syncing = synced
-        self._sync = self._io.later(lambda: self._io.sync([segment.fd for segment in synced]))
+        files = [segment.fd for segment in synced]  # now: one at rest may go meanwhile
+        self._syncing, self._sealing = synced, list(self._waiting)
+        self._sync = self._io.later(lambda: self._io.sync(files))
         for segment in synced:
             segment.unsynced = False
 
@@ -124,16 +127,20 @@ class Sealer:
         assert self._sync is not None
         failed = self._failed(self._syncing, self._sync.result())
         for segment in failed:
-            self.give_up(segment)
-        while self._waiting and self._waiting[0].segment in self._syncing:
-            full = self._waiting.popleft()
-            if full.segment in failed:
-                continue
-            self.durable_sequence = max(self.durable_sequence, full.last_sequence)
+            if segment.state is not SegmentState.FREE:  # reclaimed since the sync began
+                self.give_up(segment)
+        # The segment alone doesn't tell: one that was at rest may have been filled anew since.
+        while self._waiting and self._waiting[0] in self._sealing:
+            full = self._waiting[0]
+            whole = full.segment not in failed
+            if whole:
+                self.durable_sequence = max(self.durable_sequence, full.last_sequence)
             full.segment.state = SegmentState.CLOSED
-            with suppress(OutOfMemoryError):  # recovery scans it
-                self.write_directory(full.segment)
-        self._sync, self._syncing = None, []
+            self._waiting.popleft()  # a signal before finds it here again, one after it closed
+            if whole:
+                with suppress(OutOfMemoryError):  # recovery scans it
+                    self.write_directory(full.segment)
+        self._sync, self._syncing, self._sealing = None, [], []
 
     def write_directory(self, segment: Segment) -> bool:
         """Seals a segment whose records are durable; False where that fails.

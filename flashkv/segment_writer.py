@@ -372,9 +372,10 @@ class SegmentWriter:
 
     def _retire_open(self) -> None:
         """The open segment is full, if there is one: it is sealed while the next one is filled."""
-        segment, self._open = self._open, None
+        segment = self._open
         if segment is not None and segment.state is SegmentState.OPEN:
             self.sealer.begin(segment, self._last_appended)
+        self._open = None  # not before: a signal in between must not leave it to nobody
 
     def close(self) -> None:
         """Lands all writes and gives the buffer back."""

@@ -75,7 +75,8 @@ class Space:
         self._io = io
         self._clock_ms = clock_ms
         self._unless_leased = unless_leased
-        self._next: tuple[int, Later[None]] | None = None  # the file that is being made
+        self._making: int | None = None  # see next_number
+        self._made: Later[None] | None = None
 
     # ---- the next segment ----
 
@@ -134,22 +135,23 @@ class Space:
     def _new_file(self) -> Segment | None:
         if self._segments.count_files() >= self.budget.segments_max:
             return None
-        if self._next is None and self._spare_bytes() < self.budget.segment_bytes:
+        if self.next_number is None and self._spare_bytes() < self.budget.segment_bytes:
             self.floor_refusals += 1
             return None
-        (number, made), self._next = self._next or self._make_next(), None
+        number, made = self._make_next()
         try:
             made.result()
             segment = self._segments.get(number) or self._segments.add(number)
             self._segments.open_file(segment, writable=True)
         except OSError:
-            self._manifest.remove_segment(number)
+            self.close()
             self.floor_refusals += 1
             return None
         if not self._reserve(segment):
             self._segments.close_file(segment)
-            self._manifest.remove_segment(number)
+            self.close()
             return None
+        self._making = self._made = None
         segment.uuid = NO_UUID
         return segment
 
@@ -158,20 +160,32 @@ class Space:
 
         A file system may take long over it while it is written to.
         """
-        if self._next is not None or self._segments.count_files() >= self.budget.segments_max:
+        files = self._segments.count_files()
+        if self.next_number is not None or files >= self.budget.segments_max:
             return
         free = any(s.has_file() for s in self._segments.in_state(SegmentState.FREE))
-        if not free and self._spare_bytes() >= self.budget.segment_bytes:
-            self._next = self._make_next()
+        with suppress(OSError):  # the file system doesn't tell: once the file is needed
+            if not free and self._spare_bytes() >= self.budget.segment_bytes:
+                self._make_next()
 
     @property
     def next_number(self) -> int | None:
-        """The segment whose file prepare() began to make."""
-        return None if self._next is None else self._next[0]
+        """The number of the file that is being made, until a segment has it.
+
+        It counts as soon as it may be there, whatever signal cuts the making of it.
+        """
+        segment = None if self._making is None else self._segments.get(self._making)
+        return None if segment is not None and segment.has_file() else self._making
 
     def _make_next(self) -> tuple[int, Later[None]]:
-        number = self._unused_number()
-        return number, self._io.later(lambda: self._make(number))
+        """The file that is being made; begins one where there is none."""
+        number, made = self.next_number, self._made
+        if number is None:
+            number, made = self._unused_number(), None
+        if made is None:
+            self._making, self._made = number, None
+            made = self._made = self._io.later(lambda: self._make(number))
+        return number, made
 
     def _make(self, number: int) -> None:
         """On any thread. Raises OSError."""
@@ -184,13 +198,17 @@ class Space:
             self._files.close(fd)
 
     def close(self) -> None:
-        """Gives up the file that prepare() began."""
-        if self._next is not None:
-            (number, made), self._next = self._next, None
+        """Gives up the file that is being made; one that can't be removed counts on."""
+        number = self.next_number
+        if number is None:
+            return
+        if self._made is not None:
             with suppress(OSError):
-                made.result()
-            with suppress(OSError):
-                self._manifest.remove_segment(number)
+                self._made.result()
+            self._made = None
+        with suppress(OSError):
+            self._manifest.remove_segment(number)
+            self._making = None
 
     def _unused_number(self) -> int:
         """The lowest number without a file; nothing else has its name, be it a link or a folder."""
@@ -236,7 +254,7 @@ class Space:
 
     def _room(self) -> int:
         """Segments that can be had: the capacity's, or what the free floor leaves."""
-        files = self._segments.count_files() + (self._next is not None)
+        files = self._segments.count_files() + (self.next_number is not None)
         more = self._spare_bytes() // self.budget.segment_bytes
         return max(1, min(self.budget.segments_max, files + more))
 
@@ -294,7 +312,7 @@ class Space:
             foreign_bytes=disk_usage(self._root, self._segments.folder),
             metadata_bytes=self._manifest.bytes_max(log_bytes),
         )
-        if self._next and self._segments.count_files() >= self.budget.segments_max:
+        if self._segments.count_files() >= self.budget.segments_max:
             self.close()
         while (over := self._segments.count_files() - self.budget.segments_max) > 0:
             files = [s for s in self._segments.in_state(SegmentState.FREE) if s.has_file()]

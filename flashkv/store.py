@@ -26,6 +26,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from flashkv import checks, limits, opening
+from flashkv.background import on_a_thread
 from flashkv.budget import make_budget
 from flashkv.codec import Staging
 from flashkv.errors import (
@@ -465,7 +466,10 @@ class Store:
             warnings.warn(
                 f"{self!r} was dropped, not closed", ResourceWarning, stacklevel=1, source=self
             )
-            self._stop()
+            if on_a_thread():  # the collector runs anywhere; _stop() waits for that thread
+                threading.Thread(target=self._stop, name="flashkv-stop").start()
+            else:
+                self._stop()
 
     def __enter__(self) -> Store:
         return self
