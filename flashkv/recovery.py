@@ -313,16 +313,13 @@ class Recovery:
         return self._namespace_ids.setdefault(digest, len(self._namespace_ids))
 
     def _choose_open(self, unsealed: list[Segment]) -> None:
-        """The newest segment without a directory is filled on; the others stay as they are."""
-        if not unsealed:
-            return
-        newest = max(unsealed, key=lambda segment: segment.first_sequence)
-        newest.state = SegmentState.OPEN
-        newest.unsynced = True  # what was found there need not be durable yet
+        """The newest segment is filled on if it has no directory; others get theirs."""
         for segment in unsealed:
-            if segment is not newest:
-                segment.unsynced = True
-                segment.clear_rows()
+            segment.unsynced = True  # what was found there need not be durable yet
+        live = (each for each in self._segments if each.state is not SegmentState.FREE)
+        newest = max(live, key=lambda segment: segment.first_sequence, default=None)
+        if newest in unsealed:
+            newest.state = SegmentState.OPEN
 
 
 def scan(

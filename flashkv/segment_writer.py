@@ -11,6 +11,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -353,6 +354,11 @@ class SegmentWriter:
                 self._end(segment)
         for segment in self.sealer.failing(self.sealer.unsynced()):
             self._end(segment)
+        # Full ones that were being sealed when the process ended: no later opening scans them.
+        for segment in self._segments.in_state(SegmentState.CLOSED):
+            if segment.record_count:
+                with suppress(OutOfMemoryError):
+                    self.sealer.write_directory(segment)
 
     def _end(self, segment: Segment) -> None:
         self._open = None if segment is self._open else self._open

@@ -353,6 +353,7 @@ def sealed(store_path: Path) -> tuple[Path, list[bytes], np.ndarray]:
     keys = [b"sealed-%d" % number for number in range(200)]
     for at in range(0, 200, 20):
         put_all(names(store), KIND, keys[at : at + 20])
+    store.flush()
     stats = store.stats()
     assert stats.segments["sealed"] >= 2
     assert not stats.evicted_blocks

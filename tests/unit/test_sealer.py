@@ -186,7 +186,7 @@ def test_no_signal_leaks_a_file_or_a_segment(store_path: Path) -> None:
 
 def _in_flight(store: Store, patch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     """(a segment whose directory a sync covers, the writer): the store has no open segment."""
-    patch.setattr(FileSystem, "when", When.AT_LAST)
+    patch.setattr(store.io._background, "_when", When.AT_LAST)
     writer, blocks = store.writer, store.namespace(IDENTITY)
     fill(blocks, 0, 20)
     fill(blocks, 20, 5)
