@@ -11,15 +11,22 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 
 import flashkv
@@ -38,9 +45,10 @@ from .bench_io import (
 )
 from .bench_open import BLOCKS_MIN, OpenSettings, open_steps, run_open
 from .bench_sets import BenchError
-from .bench_ttft import TOKENS, TtftSettings, run_ttft, ttft_steps
+from .bench_ttft import ALL, TOKENS, TtftSettings, run_ttft, ttft_steps
 from .demo_protocol import DemoError
 from .fio import FioError, fio_path
+from .ttft_tables import ttft_tables
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, help="Measures a store on this machine."
@@ -58,6 +66,8 @@ Folder = Annotated[
         writable=True,
     ),
 ]
+ENGINES_FOLDER = Path(".engines")
+ENGINE_DTYPES = ("float32", "bfloat16", "float16")
 Backend = Annotated[str, typer.Option(help=f"I/O backend of the store: {', '.join(BACKENDS)}.")]
 
 
@@ -137,46 +147,64 @@ def ttft_command(
     tokens: Annotated[str, typer.Option(help="Lengths of the prompts.")] = ",".join(
         map(str, TOKENS)
     ),
-    passes: Annotated[int, typer.Option(min=1, help="Of each restored source.")] = 5,
+    passes: Annotated[int, typer.Option(min=1, help="Of each restored source.")] = 4,
     threads: Annotated[int, typer.Option(min=1, help="That the model computes with.")] = 2,
     dtype: Annotated[str, typer.Option(help="To compute in; auto: what the machine has.")] = "auto",
-    kv_dtype: Annotated[str, typer.Option(help="Of the cache.")] = "bfloat16",
+    kv_dtype: Annotated[str, typer.Option(help="Of the cache, in transformers.")] = "bfloat16",
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(help=f"One of {', '.join(ALL)}; may be given again. [all that are here]"),
+    ] = None,
+    engines: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the engines' environments. [.engines]", file_okay=False),
+    ] = None,
+    engine_dtype: Annotated[
+        str, typer.Option(help="To compute in and of the cache, in the other engines.")
+    ] = "float32",
     break_even: Annotated[bool, typer.Option(help="Measure break-even speeds too.")] = True,
     path: Folder = Path(),
     backend: Backend = "auto",
 ) -> None:
-    """Time to first token: computed, restored by flashkv, restored from host memory."""
+    """Time to first token: computed, and restored by flashkv and what the engine itself has."""
     try:
         lengths = tuple(int(text) for text in tokens.split(","))
     except ValueError:
         lengths = ()
     if not lengths or min(lengths) < 2 or len(set(lengths)) != len(lengths):
         fail(f"--tokens is {tokens!r}, must be different lengths of at least 2, as 2048,4096")
+    for name in engine or ():
+        if name not in ALL:
+            fail(f"--engine is {name!r}, must be one of {', '.join(ALL)}")
+    if engine_dtype not in ENGINE_DTYPES:
+        fail(f"--engine-dtype is {engine_dtype!r}, must be one of {', '.join(ENGINE_DTYPES)}")
     settings = TtftSettings(
-        path, model, lengths, passes, threads, dtype, kv_dtype, check_backend(backend), break_even
+        path=path,
+        model=model,
+        tokens=lengths,
+        passes=passes,
+        threads=threads,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        backend=check_backend(backend),
+        break_even=break_even,
+        engines=tuple(engine or ALL),
+        environments=engines or (ENGINES_FOLDER if ENGINES_FOLDER.is_dir() else None),
+        engine_dtype=engine_dtype,
     )
+    for name, reason in settings.left_out().items():
+        console.print(f"left out: {name}: {reason}", highlight=False, markup=False)
     try:
         with progress(ttft_steps(settings) + 1) as step:
-            step("transformers")
-            figures = run_ttft(settings, step, lambda _: None)
+            step("preparing")
+            figures = run_ttft(settings, step, step.say)
     except (flashkv.FlashKVError, BenchError, DemoError, OSError) as error:
         fail(str(error))
     write_json(json_file, figures)
-    console.print(ttft_table(figures))
-
-
-def ttft_table(figures: Mapping[str, Any]) -> Table:
-    """Seconds by source, and the ratio that counts."""
-    by_tokens = figures["ttft_s"]["transformers"]
-    sources = list(next(iter(by_tokens.values())))
-    table = Table("tokens", *sources, "flashkv / host", box=box.SIMPLE)
-    for tokens, seconds in by_tokens.items():
-        ratio = figures["flashkv_to_host_memory"][tokens]["median"]
-        table.add_row(tokens, *(f"{seconds[source]:.3f} s" for source in sources), f"{ratio:.2f}")
-    for name, speeds in figures.get("break_even_tokens_per_s", {}).items():
-        told = ", ".join(f"{codec} {speed:,.0f}" for codec, speed in speeds.items())
-        table.caption = f"{table.caption or 'break-even, tokens/s'}\n{name}: {told}"
-    return table
+    for table in ttft_tables(figures):
+        console.print(table)
+    if figures["failed"]:
+        fail("\n".join(f"{name} failed: {why}" for name, why in figures["failed"].items()))
 
 
 def check_backend(name: str) -> str:
@@ -186,15 +214,28 @@ def check_backend(name: str) -> str:
     return name
 
 
-def fail(message: str) -> None:
+def fail(message: str) -> NoReturn:
     """Ends the program with status 1 and a reason."""
     console.print(f"flashkv-bench: {message}", style="red", highlight=False, markup=False)
     raise typer.Exit(1)
 
 
+class Steps:
+    """What moves a bar: called, the next step begins; say() tells what is done within it."""
+
+    def __init__(self, bar: Progress, task: TaskID) -> None:
+        self._bar, self._task = bar, task
+
+    def __call__(self, text: str) -> None:
+        self._bar.update(self._task, description=text, advance=1)
+
+    def say(self, text: str) -> None:
+        self._bar.update(self._task, description=text)
+
+
 @contextmanager
-def progress(steps: int) -> Iterator[Callable[[str], None]]:
-    """A bar on standard error; the yielded function begins the next step."""
+def progress(steps: int) -> Iterator[Steps]:
+    """A bar on standard error."""
     columns = (
         TextColumn("{task.description:32}"),
         BarColumn(),
@@ -203,12 +244,7 @@ def progress(steps: int) -> Iterator[Callable[[str], None]]:
     )
     # Drawn twice a second: the bar's own work must not show in the figures.
     with Progress(*columns, console=console, refresh_per_second=2, transient=True) as bar:
-        task = bar.add_task("", total=steps, completed=-1)
-
-        def step(text: str) -> None:
-            bar.update(task, description=text, advance=1)
-
-        yield step
+        yield Steps(bar, bar.add_task("", total=steps, completed=-1))
 
 
 def write_json(file: Path | None, figures: Mapping[str, Any]) -> None:

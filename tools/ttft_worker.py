@@ -137,7 +137,23 @@ def prepare(settings: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-ROLES: Final = {"measure": measure, "prepare": prepare}
+def describe(settings: dict[str, Any]) -> dict[str, Any]:
+    """What the engines are asked with: the document's tokens, bytes of KV of a token."""
+    import torch
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(settings["model"], local_files_only=True)
+    heads = config.num_key_value_heads or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    itemsize = getattr(torch, settings["engine_dtype"]).itemsize
+    folder = Path(settings["model"])
+    return {
+        "text": _text(folder, settings["document"], config.vocab_size),
+        "bytes_per_token": 2 * config.num_hidden_layers * heads * width * itemsize,
+    }
+
+
+ROLES: Final = {"measure": measure, "prepare": prepare, "describe": describe}
 
 
 def main() -> None:

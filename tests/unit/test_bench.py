@@ -206,6 +206,7 @@ def test_ttft_json_keys(tmp_path):
     make_model().save_pretrained(tmp_path / "model")
     arguments = ["ttft", "--model", str(tmp_path / "model"), "--tokens", "200,70", "--passes", "2"]
     arguments += ["--no-break-even", "--threads", "1", "--path", str(tmp_path)]
+    arguments += ["--engine", "transformers"]
     done = CliRunner().invoke(bench.app, [*arguments, "--json", str(tmp_path / "out.json")])
     assert done.exit_code == 0, done.output
     figures = json.loads((tmp_path / "out.json").read_text())
@@ -217,7 +218,8 @@ def test_ttft_json_keys(tmp_path):
             "host memory",
         }
         assert len(figures["ttft_samples_s"]["transformers"][tokens]["flashkv"]) == 2
-        assert figures["flashkv_to_host_memory"][tokens]["median"] > 0
+        assert figures["flashkv_to_host_memory"]["transformers"][tokens]["flashkv"]["median"] > 0
+    assert set(figures["left_out"]) == {"vllm", "sglang", "lmcache"}
     assert [item.name for item in tmp_path.iterdir() if item.is_dir()] == ["model"]
 
 
