@@ -139,6 +139,8 @@ def variables(engine: Engine, links: Path, threads: int) -> dict[str, str]:
     stand_ins = [str((STANDINS / name).resolve()) for name in engine.stand_ins]
     return {
         "PYTHONPATH": os.pathsep.join((str(links), *stand_ins)),
+        # Started in a source tree, Python would take flashkv from there, which has no tools.
+        "PYTHONSAFEPATH": "1",
         "OMP_NUM_THREADS": str(threads),
         # Spinning threads on busy cores make torch many times slower.
         "OMP_WAIT_POLICY": "passive",
