@@ -358,13 +358,6 @@ bool fkv_prefix_patch_group(uint64_t escape, uint32_t first, const prefix_plan *
     return true;
 }
 
-typedef struct {
-    prefix_batch batch;
-    uint64_t mantissa[PREFIX_BATCH][2];
-    const uint8_t *low[PREFIX_BATCH]; /* of each group's row */
-    uint8_t *row[PREFIX_BATCH];
-} batch_places;
-
 /* Puts a batch in place, escapes too; false where they ran out or are not what they must be. */
 static bool place_batch(const prefix_plan *plan, const batch_places *b, const uint8_t *begin,
                         const uint8_t **escapes)

@@ -366,13 +366,6 @@ INLINE void merge_group(const prefix_plan *plan, const prefix_words *w, const ui
     if (in_use < PREFIX_GROUP) memcpy(row + 2 * first, copy, 2 * in_use);
 }
 
-typedef struct {
-    prefix_batch batch;
-    uint64_t mantissa[PREFIX_BATCH][2];
-    const uint8_t *low[PREFIX_BATCH]; /* of each group's row */
-    uint8_t *row[PREFIX_BATCH];
-} batch_places;
-
 /* 64 low bytes of a group, those past its end zero. */
 INLINE void load_low(const uint8_t *from, uint32_t in_use, __m256i low[2])
 {

@@ -133,6 +133,14 @@ typedef struct {
     prefix_masks masks[PREFIX_BATCH];
 } prefix_batch;
 
+/* Where the values of a batch come from and go to. */
+typedef struct {
+    prefix_batch batch;
+    uint64_t mantissa[PREFIX_BATCH][2];
+    const uint8_t *low[PREFIX_BATCH]; /* of each group's row */
+    uint8_t *row[PREFIX_BATCH];
+} batch_places;
+
 PREFIX_INLINE void put_batch(const prefix_plan *plan, prefix_batch *b, bit_writer *digits)
 {
     for (uint32_t i = 0; i < b->count; i++)

@@ -7,8 +7,9 @@ Vectors are uint16 arrays [rows, values], whatever the mode.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
@@ -84,13 +85,29 @@ def decode(
     shape: tuple[int, int],
     mode: int,
     bases: np.ndarray,
+    **how: Any,
+) -> np.ndarray | None:
+    """The rows, or None where the stripe was refused; `how` as decoded_rows() has it."""
+
+    def call(source: object, rows: object) -> int:
+        return lib.fkv_fxp_decode(source, len(stripe), *shape, mode, _u8(bases), rows)
+
+    return decoded_rows(call, stripe, shape, behind=7, **how)
+
+
+def decoded_rows(
+    call: Callable[[object, object], int],
+    stripe: bytes,
+    shape: tuple[int, int],
     *,
+    behind: int,
     wanted: np.ndarray | None = None,
     gap_bytes: int = 5,
     offset: int = 1,
 ) -> np.ndarray | None:
     """The rows (unwanted ones keep CANARY bytes), or None where the stripe was refused.
 
+    call(stripe, addresses of rows) decodes; bytes `behind` lie behind the stripe.
     Fails where anything between or behind the rows was written.
     """
     count, vector_bytes = shape
@@ -101,10 +118,8 @@ def decode(
     )
     if wanted is not None:
         rows = np.where(wanted, rows, np.uint64(0))
-    source = np.frombuffer(stripe + bytes([7]) * 64, np.uint8)
-    verdict = lib.fkv_fxp_decode(
-        _u8(source), len(stripe), count, vector_bytes, mode, _u8(bases), _u64(rows)
-    )
+    source = np.frombuffer(stripe + bytes([behind]) * 64, np.uint8)
+    verdict = call(_u8(source), _u64(rows))
     assert verdict in (0, -1)
     view = np.ndarray((count, vector_bytes), np.uint8, room, offset, (row_bytes, 1))
     result = view.copy()

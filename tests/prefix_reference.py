@@ -7,9 +7,10 @@ Vectors are uint16 arrays [rows, values], whatever the mode.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from fxp_reference import CANARY, _u8, _u64, addresses
+from fxp_reference import CANARY, _u8, _u64, addresses, decoded_rows
 
 from flashkv.native import ffi, lib
 
@@ -58,33 +59,14 @@ def decode(
     shape: tuple[int, int],
     mode: int,
     parameters: np.ndarray,
-    *,
-    wanted: np.ndarray | None = None,
-    gap_bytes: int = 5,
-    offset: int = 1,
+    **how: Any,
 ) -> np.ndarray | None:
-    """The rows (unwanted ones keep CANARY bytes), or None where the stripe was refused.
+    """The rows, or None where the stripe was refused; `how` as decoded_rows() has it."""
 
-    Fails where anything between or behind the rows was written.
-    """
-    count, vector_bytes = shape
-    row_bytes = vector_bytes + gap_bytes
-    room = np.full(count * row_bytes + offset + 64, CANARY, np.uint8)
-    rows = np.arange(count, dtype=np.uint64) * np.uint64(row_bytes) + np.uint64(
-        room.ctypes.data + offset
-    )
-    if wanted is not None:
-        rows = np.where(wanted, rows, np.uint64(0))
-    source = np.frombuffer(stripe + bytes([0xFF]) * 64, np.uint8)
-    verdict = lib.fkv_prefix_decode(
-        _u8(source), len(stripe), count, vector_bytes, mode, _u8(parameters), _u64(rows)
-    )
-    assert verdict in (0, -1)
-    view = np.ndarray((count, vector_bytes), np.uint8, room, offset, (row_bytes, 1))
-    result = view.copy()
-    view[:] = CANARY
-    assert (room == CANARY).all()
-    return result if verdict == 0 else None
+    def call(source: object, rows: object) -> int:
+        return lib.fkv_prefix_decode(source, len(stripe), *shape, mode, _u8(parameters), rows)
+
+    return decoded_rows(call, stripe, shape, behind=0xFF, **how)
 
 
 # ---- the format again -------------------------------------------------------------------------

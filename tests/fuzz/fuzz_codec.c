@@ -5,37 +5,7 @@
  * Promises: nothing outside stripe, bases and rows is touched; the paths agree in verdict and bytes;
  * what was decoded, encoded again with the same bases, decodes to the same rows.
  */
-#include "fuzz.h"
-
-#define ROWS_MAX 64u
-
-typedef struct {
-    uint32_t mode, count, vector_bytes;
-    uint8_t wanted, *bases;
-    uint32_t bases_bytes;
-} stripe_shape;
-
-static void make_rows(const stripe_shape *s, uint64_t *rows, bool all)
-{
-    for (uint32_t r = 0; r < s->count; r++) {
-        bool wanted = all || s->wanted >> (r % 8) & 1;
-        rows[r] = wanted ? (uint64_t)(uintptr_t)exactly(s->vector_bytes) : 0;
-        if (rows[r]) memset((void *)(uintptr_t)rows[r], 0xA5, s->vector_bytes);
-    }
-}
-
-static void free_rows(const stripe_shape *s, uint64_t *rows)
-{
-    for (uint32_t r = 0; r < s->count; r++)
-        if (rows[r]) give_back((void *)(uintptr_t)rows[r], s->vector_bytes);
-}
-
-static void same_rows(const stripe_shape *s, const uint64_t *a, const uint64_t *b)
-{
-    for (uint32_t r = 0; r < s->count; r++)
-        if (a[r] && b[r])
-            PROMISE(!memcmp((void *)(uintptr_t)a[r], (void *)(uintptr_t)b[r], s->vector_bytes));
-}
+#include "fuzz_rows.h"
 
 /* Rows -> stripe -> rows, on both paths. */
 static void again(const stripe_shape *s, const uint64_t *rows)
@@ -46,15 +16,16 @@ static void again(const stripe_shape *s, const uint64_t *rows)
         uint16_t *costs = exactly(s->count * sizeof *costs);
         uint64_t back[ROWS_MAX];
         fkv_use_simd(level);
-        fkv_fxp_costs(rows, s->count, s->vector_bytes, s->mode, s->bases, costs);
+        fkv_fxp_costs(rows, s->count, s->vector_bytes, s->mode, s->parameters, costs);
         lengths[level] = 0;
         for (uint32_t r = 0; r < s->count; r++) lengths[level] += costs[r];
         stripes[level] = exactly(lengths[level]);
-        PROMISE(fkv_fxp_encode(rows, s->count, s->vector_bytes, s->mode, s->bases, stripes[level])
-                == lengths[level]);
+        PROMISE(
+            fkv_fxp_encode(rows, s->count, s->vector_bytes, s->mode, s->parameters, stripes[level])
+            == lengths[level]);
         make_rows(s, back, true);
         PROMISE(fkv_fxp_decode(stripes[level], lengths[level], s->count, s->vector_bytes, s->mode,
-                               s->bases, back)
+                               s->parameters, back)
                 == 0);
         same_rows(s, rows, back);
         free_rows(s, back);
@@ -70,9 +41,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     stripe_shape s = {.mode = take8(&in) % 4u, .count = take8(&in) % (ROWS_MAX + 1)};
     s.vector_bytes = s.mode == FKV_STREAM_PLAIN ? take16(&in) % 2049u : take16(&in) % 1025u * 2;
     s.wanted = take8(&in);
-    s.bases_bytes = (s.vector_bytes / 2 + FKV_STREAM_GROUP - 1) / FKV_STREAM_GROUP;
-    s.bases = exactly(s.bases_bytes);
-    take(&in, s.bases, s.bases_bytes);
+    s.parameters_bytes = (s.vector_bytes / 2 + FKV_STREAM_GROUP - 1) / FKV_STREAM_GROUP;
+    s.parameters = exactly(s.parameters_bytes);
+    take(&in, s.parameters, s.parameters_bytes);
     size_t length;
     uint8_t *stripe = take_rest(&in, &length);
     uint64_t rows[2][ROWS_MAX], all[ROWS_MAX];
@@ -81,14 +52,14 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         fkv_use_simd(level);
         make_rows(&s, rows[level], false);
         verdicts[level] = fkv_fxp_decode(stripe, (uint32_t)length, s.count, s.vector_bytes, s.mode,
-                                         s.bases, rows[level]);
+                                         s.parameters, rows[level]);
     }
     PROMISE(verdicts[0] == verdicts[1]);
     if (verdicts[0] == 0) {
         same_rows(&s, rows[0], rows[1]);
         make_rows(&s, all, true);
-        PROMISE(fkv_fxp_decode(stripe, (uint32_t)length, s.count, s.vector_bytes, s.mode, s.bases,
-                               all)
+        PROMISE(fkv_fxp_decode(stripe, (uint32_t)length, s.count, s.vector_bytes, s.mode,
+                               s.parameters, all)
                 == 0);
         same_rows(&s, rows[0], all);
         again(&s, all);
@@ -96,6 +67,6 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     }
     for (int level = 0; level < 2; level++) free_rows(&s, rows[level]);
     give_back(stripe, length);
-    give_back(s.bases, s.bases_bytes);
+    give_back(s.parameters, s.parameters_bytes);
     return 0;
 }

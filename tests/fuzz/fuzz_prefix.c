@@ -7,46 +7,16 @@
  * costs and bytes; what is taken is just what the encoder gives for those rows; every bit comes
  * back; a stripe with a byte more or less is refused.
  */
-#include "fuzz.h"
+#include "fuzz_rows.h"
 
-#define ROWS_MAX 64u
-
-typedef struct {
-    uint32_t mode, count, vector_bytes;
-    uint8_t wanted, *parameters;
-    uint32_t parameters_bytes;
-} shape;
-
-static void make_rows(const shape *s, uint64_t *rows, bool all)
-{
-    for (uint32_t r = 0; r < s->count; r++) {
-        bool wanted = all || s->wanted >> (r % 8) & 1;
-        rows[r] = wanted ? (uint64_t)(uintptr_t)exactly(s->vector_bytes) : 0;
-        if (rows[r]) memset((void *)(uintptr_t)rows[r], 0xA5, s->vector_bytes);
-    }
-}
-
-static void free_rows(const shape *s, uint64_t *rows)
-{
-    for (uint32_t r = 0; r < s->count; r++)
-        if (rows[r]) give_back((void *)(uintptr_t)rows[r], s->vector_bytes);
-}
-
-static void same_rows(const shape *s, const uint64_t *a, const uint64_t *b)
-{
-    for (uint32_t r = 0; r < s->count; r++)
-        if (a[r] && b[r])
-            PROMISE(!memcmp((void *)(uintptr_t)a[r], (void *)(uintptr_t)b[r], s->vector_bytes));
-}
-
-static int decode(const shape *s, const uint8_t *stripe, size_t length, const uint64_t *rows)
+static int decode(const stripe_shape *s, const uint8_t *stripe, size_t length, const uint64_t *rows)
 {
     return fkv_prefix_decode(stripe, (uint32_t)length, s->count, s->vector_bytes, s->mode,
                              s->parameters, rows);
 }
 
 /* The stripe of these rows, the same on both paths; NULL where a page can't hold it. */
-static uint8_t *encode(const shape *s, const uint64_t *rows, uint32_t *length)
+static uint8_t *encode(const stripe_shape *s, const uint64_t *rows, uint32_t *length)
 {
     uint8_t *stripes[2] = {NULL, NULL};
     uint64_t bits[2] = {0, 0};
@@ -71,7 +41,7 @@ static uint8_t *encode(const shape *s, const uint64_t *rows, uint32_t *length)
     return stripes[0];
 }
 
-static void hostile(const shape *s, fuzz_input *in)
+static void hostile(const stripe_shape *s, fuzz_input *in)
 {
     size_t length;
     uint8_t *stripe = take_rest(in, &length);
@@ -98,7 +68,7 @@ static void hostile(const shape *s, fuzz_input *in)
     give_back(stripe, length);
 }
 
-static void round_trip(shape *s, fuzz_input *in, bool choose)
+static void round_trip(stripe_shape *s, fuzz_input *in, bool choose)
 {
     uint64_t rows[ROWS_MAX], back[ROWS_MAX];
     uint32_t length;
@@ -134,7 +104,7 @@ static void round_trip(shape *s, fuzz_input *in, bool choose)
 }
 
 /* Whether the parameters are such as mean something; the decoder refuses the others. */
-static bool sane(const shape *s)
+static bool sane(const stripe_shape *s)
 {
     if (s->mode == FKV_STREAM_PREFIX_FP16 && s->parameters[0] > 31) return false;
     for (uint32_t i = 1; i < s->parameters_bytes; i++)
@@ -146,7 +116,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
     fuzz_input in = {data, size};
     uint8_t control = take8(&in);
-    shape s = {.mode = control & 1 ? FKV_STREAM_PREFIX_FP16 : FKV_STREAM_PREFIX_BF16};
+    stripe_shape s = {.mode = control & 1 ? FKV_STREAM_PREFIX_FP16 : FKV_STREAM_PREFIX_BF16};
     s.count = 1 + take8(&in) % ROWS_MAX;
     s.vector_bytes = 2 * (1 + take16(&in) % 1024u);
     s.wanted = take8(&in);
