@@ -28,6 +28,8 @@ from .demo_protocol import DemoError
 START_S: Final = 300.0
 ANSWER_S: Final = 600.0
 END_S: Final = 20.0
+KILL_S: Final = 20.0
+POLL_S: Final = 0.01
 TOLD_LINES: Final = 20
 SHARED_MEMORY: Final = Path("/dev/shm")
 
@@ -90,6 +92,7 @@ class Session:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+            self._wait_for_the_others()
             assert self._process.stdout is not None
             self._process.stdout.close()
             self._errors.close()
@@ -102,6 +105,12 @@ class Session:
             with suppress(ProcessLookupError, PermissionError):
                 if os.getpgid(process.pid) == self._process.pid:
                     yield process
+
+    def _wait_for_the_others(self) -> None:
+        """A killed process runs on until the kernel comes to it, and holds its memory as long."""
+        deadline = time.monotonic() + KILL_S
+        while any(map(_runs, self._processes())) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
 
     def _shared_memory(self) -> list[Path]:
         """What the session's processes have mapped of it: some engines leave theirs behind.
@@ -154,6 +163,14 @@ class Session:
     def _end_of_errors(self) -> str:
         self._errors.seek(0)
         return "".join(self._errors.readlines()[-TOLD_LINES:]).strip()
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Whether it is more than an entry that its parent hasn't collected."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
 
 
 def drop_cached_pages(folder: Path) -> None:

@@ -69,11 +69,18 @@ def log_lines(environments, *words):
     return [line for line in lines if line.split()[0] in words]
 
 
+def is_running(process: int) -> bool:
+    """False for one that only waits for its parent to collect it."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().split()[2]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
 def check_nothing_is_left(environments, folder):
     for line in log_lines(environments, "child"):
-        number = line.split()[1]
-        state = Path(f"/proc/{number}/stat")
-        assert not state.exists() or state.read_text().split()[2] == "Z", "a process was left"
+        assert not is_running(int(line.split()[1])), "a process was left"
     for line in log_lines(environments, "shared"):
         assert not Path(line.split()[1]).exists(), "shared memory was left"
     assert list(folder.iterdir()) == []
@@ -137,6 +144,22 @@ def test_an_engine_that_does_not_end_is_ended(settings, environments, monkeypatc
     monkeypatch.setattr(ttft_session, "END_S", 0.5)
     measure(settings)
     check_nothing_is_left(environments, settings.folder)
+
+
+def test_an_ended_engine_has_given_its_memory_back(tmp_path):
+    """Its workers, too, which the kernel takes down after the process that started them."""
+    worker = "import time; kept = bytearray(1 << 29); print(flush=True); time.sleep(1000)"
+    source = (
+        "import subprocess, sys\n"
+        f"worker = subprocess.Popen([sys.executable, '-c', {worker!r}], stdout=subprocess.PIPE)\n"
+        "worker.stdout.readline()\n"
+        "print('{\"ready\": {\"worker\": %d}}' % worker.pid, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    session = ttft_session.Session("fake", [sys.executable, "-c", source], {})
+    worker_id = session.ready()["worker"]
+    session.end()
+    assert not is_running(worker_id)
 
 
 def test_an_engines_process_sees_this_flashkv_and_no_other_package(tmp_path):
