@@ -4,29 +4,29 @@
  * A stripe of `count` rows (vectors) of n values, n = vector_bytes / 2:
  *
  *   row 0 | row 1 | ... | row count-1 | escapes
- *   row  = low bytes [n] | plane 0 | plane 1 | plane 2 | fp16 only: plane 3 | plane 4 | plane 5
- *   low byte   bf16: sign << 7 | mantissa;  fp16: mantissa bits 0..7
- *   plane      ceil(n / 8) bytes, bit i of byte j belongs to value 8j + i; bits past n are zero
- *   planes     0..2: bits 0..2 of the exponent's code; 3, 4: mantissa bits 8, 9; 5: sign
- *   code c     0..6: exponent = base[value / 16] - c;  7: the next escape is the exponent
+ *   row      = low bytes [n] | codes | fp16 only: high bits
+ *   low byte   bf16: mantissa << 1 | sign;  fp16: mantissa bits 0..7
+ *   codes      three bits a value: those of each 64 values in three words, low two bits of the first
+ *              32, of the others, high bits; of the rest those of each 16 in a word of nibbles
+ *   high bits  three bits a value, kept likewise: mantissa bits 8 and 9, sign
+ *   code c     0..6: exponent = base of the channel - c;  7: the next escape is the exponent
  *   escapes    one byte each, in order of row, then value
+ *
+ * Parameters: a byte b, then a nibble d for each channel: its base is max(b - d, 6); d = 15: 6.
  *
  * FKV_STREAM_PLAIN keeps the rows as they are.
  *
  * Invariants
- *  - bit-exact for every 16-bit pattern, whatever the bases;
- *  - the AVX2 path (codec_fxp_avx2.c) gives the same bases, costs and bytes;
+ *  - bit-exact for every 16-bit pattern, whatever the parameters;
+ *  - the AVX2 path (codec_fxp_avx2.c) gives the same parameters, costs and bytes;
  *  - decoding reads nothing outside in[0, length) and writes whole wanted rows only, whatever the
  *    bytes are; it accepts exactly the stripes whose escapes fit the codes and, in fp16, have five
- *    bits;
- *  - bases chosen here are >= 6: no code can wrap, which the AVX2 encoder relies on.
+ *    bits.
  */
 #include "codec_fxp.h"
 #include "cpu.h"
-#include <string.h>
 
-#define PLANES_BF16 3u
-#define PLANES_FP16 6u
+#define BASES_MAX (FXP_VALUES_MAX + FXP_GROUP)
 
 static inline uint16_t load16(const uint8_t *at)
 {
@@ -35,193 +35,233 @@ static inline uint16_t load16(const uint8_t *at)
     return value;
 }
 
-static inline uint32_t exponent_of(uint16_t value, uint32_t mode)
+static inline uint32_t exponent_of(uint16_t value, bool fp16)
 {
-    return mode == FKV_STREAM_FXP_FP16 ? value >> 10 & 0x1F : value >> 7 & 0xFF;
+    return fp16 ? value >> 10 & 0x1F : value >> 7 & 0xFF;
 }
 
-/* Unlike the subtraction alone, right for bases below 6 too. */
 static inline uint32_t code_of(uint32_t exponent, uint32_t base)
 {
     return exponent <= base && base - exponent < FXP_SPAN ? base - exponent : FXP_ESCAPE;
 }
 
-static int bases_wrap(const uint8_t *bases, uint32_t vector_bytes)
+/* ---- parameters ---- */
+static void bases_of(const uint8_t *parameters, uint32_t values, uint8_t *bases)
 {
-    for (uint32_t i = 0; i < fkv_fxp_bases_bytes(vector_bytes); i++)
-        if (bases[i] < FXP_SPAN - 1) return 1;
-    return 0;
+    const uint8_t top = *parameters++;
+    for (uint32_t i = 0; i < values; i += 2) { /* two loops without a branch: made of vectors */
+        bases[i] = parameters[i / 2] & 0xF;
+        bases[i + 1] = parameters[i / 2] >> 4;
+    }
+    for (uint32_t i = 0; i < values; i++) {
+        uint8_t delta = bases[i] == FXP_DELTA_MIN ? UINT8_MAX : bases[i];
+        uint8_t base = top > delta ? (uint8_t)(top - delta) : 0;
+        bases[i] = base > FXP_BASE_MIN ? base : FXP_BASE_MIN;
+    }
+    memset(bases + values, FXP_BASE_MIN, FXP_GROUP);
 }
 
-/* ---- choosing bases ---- */
-uint8_t fkv_fxp_best_base(const uint32_t *bins, uint32_t exponent_max)
+static void parameters_of(const uint8_t *bases, uint32_t values, uint8_t *parameters)
 {
-    uint32_t base = exponent_max, sum = 0;
-    for (uint32_t i = 0; i < FXP_SPAN; i++) sum += bins[exponent_max - i];
-    uint32_t best = sum;
-    for (uint32_t top = exponent_max - 1; top >= FXP_SPAN - 1; top--) {
-        sum += bins[top - (FXP_SPAN - 1)] - bins[top + 1];
-        if (sum > best) {
-            best = sum;
-            base = top;
-        }
+    uint32_t top = FXP_BASE_MIN;
+    for (uint32_t i = 0; i < values; i++) top = bases[i] > top ? bases[i] : top;
+    memset(parameters, 0, fxp_parameters_bytes(values));
+    *parameters++ = (uint8_t)top;
+    for (uint32_t i = 0; i < values; i++) {
+        uint32_t delta = top - bases[i];
+        if (delta >= FXP_DELTA_MIN)
+            delta = bases[i] == FXP_BASE_MIN ? FXP_DELTA_MIN : FXP_DELTA_MIN - 1;
+        parameters[i / 2] |= (uint8_t)(delta << 4 * (i & 1));
+    }
+}
+
+/* The base whose window holds most of the channel's exponents below `limit`, and how many. */
+static uint32_t best_base(const uint64_t *rows, uint32_t count, uint32_t channel, bool fp16,
+                          uint32_t limit, uint32_t *kept, uint32_t *top)
+{
+    uint32_t bins[FXP_BINS] = {0}, stride = fxp_sample_stride(count), sum = 0, base;
+    *top = 0;
+    for (uint32_t r = 0; r < count; r += stride) {
+        uint32_t exponent =
+            exponent_of(load16((const uint8_t *)(uintptr_t)rows[r] + 2 * channel), fp16);
+        if (exponent < limit && exponent > *top) *top = exponent;
+    }
+    for (uint32_t r = 0; r < count; r += stride) {
+        uint32_t below = *top - exponent_of(load16((const uint8_t *)(uintptr_t)rows[r] + 2 * channel),
+                                            fp16);
+        if (below < FXP_BINS) bins[below]++;
+    }
+    /* A window that begins one above the top has room for rows that weren't looked at. */
+    for (uint32_t k = 0; k < FXP_SPAN - 1; k++) sum += bins[k];
+    *kept = sum;
+    base = *top < fxp_exponent_max(fp16) ? *top + 1 : *top;
+    for (uint32_t start = 0; start + FXP_SPAN <= FXP_BINS; start++) {
+        sum += bins[start + FXP_SPAN - 1];
+        if (sum > *kept) *kept = sum, base = *top - start;
+        sum -= bins[start];
+    }
+    return base > FXP_BASE_MIN ? base : FXP_BASE_MIN;
+}
+
+uint8_t fkv_fxp_choose_channel(const uint64_t *rows, uint32_t count, uint32_t channel, bool fp16)
+{
+    uint32_t limit = 256, most = 0, base = FXP_BASE_MIN;
+    const uint32_t stride = fxp_sample_stride(count), samples = (count + stride - 1) / stride;
+    for (int attempt = 0; attempt < 4; attempt++) {
+        uint32_t kept, top;
+        uint32_t found = best_base(rows, count, channel, fp16, limit, &kept, &top);
+        if (attempt == 0 || kept > most) most = kept, base = found;
+        if (2 * kept >= samples || top < FXP_BINS) break;
+        limit = top - (FXP_BINS - 1); /* a few outliers on top of what matters */
     }
     return (uint8_t)base;
 }
 
-void fkv_fxp_count(const uint64_t *rows, uint32_t count, uint32_t offset, uint32_t channels,
-                   uint32_t mode, uint32_t *bins)
-{
-    /* Neighbours often share an exponent; four tables keep their increments from waiting for each
-     * other. */
-    uint32_t parts[4][256];
-    memset(parts, 0, sizeof parts);
-    for (uint32_t r = 0; r < count; r++) {
-        const uint8_t *row = (const uint8_t *)(uintptr_t)rows[r] + offset;
-        uint32_t i = 0;
-        for (; i + 4 <= channels; i += 4, row += 8) {
-            parts[0][exponent_of(load16(row), mode)]++;
-            parts[1][exponent_of(load16(row + 2), mode)]++;
-            parts[2][exponent_of(load16(row + 4), mode)]++;
-            parts[3][exponent_of(load16(row + 6), mode)]++;
-        }
-        for (; i < channels; i++, row += 2) parts[i & 3][exponent_of(load16(row), mode)]++;
-    }
-    for (int e = 0; e < 256; e++) bins[e] = parts[0][e] + parts[1][e] + parts[2][e] + parts[3][e];
-}
-
-static void choose_portable(const uint64_t *rows, uint32_t count, uint32_t vector_bytes,
-                            uint32_t mode, uint8_t *bases)
-{
-    uint32_t values = fkv_fxp_values(vector_bytes), bins[256];
-    for (uint32_t first = 0; first < values; first += FKV_STREAM_GROUP) {
-        uint32_t channels = values - first < FKV_STREAM_GROUP ? values - first : FKV_STREAM_GROUP;
-        fkv_fxp_count(rows, count, 2 * first, channels, mode, bins);
-        bases[first / FKV_STREAM_GROUP] = fkv_fxp_best_base(bins, fkv_fxp_exponent_max(mode));
-    }
-}
-
 void fkv_fxp_choose(const uint64_t *rows, uint32_t count, uint32_t vector_bytes, uint32_t mode,
-                    uint8_t *bases)
+                    uint8_t *parameters)
 {
-    if (mode == FKV_STREAM_PLAIN) return;
+    const uint32_t values = fxp_values(vector_bytes);
+    const bool fp16 = mode == FKV_STREAM_FXP_FP16;
+    uint8_t bases[BASES_MAX];
+    if (mode == FKV_STREAM_PLAIN || values > FXP_VALUES_MAX) return;
 #if defined(__x86_64__)
-    if (fkv_cpu_has.avx2) {
-        fkv_fxp_choose_avx2(rows, count, vector_bytes, mode, bases);
-        return;
-    }
+    if (fkv_cpu_has.avx2)
+        fkv_fxp_choose_avx2(rows, count, values, fp16, bases);
+    else
 #endif
-    choose_portable(rows, count, vector_bytes, mode, bases);
+        for (uint32_t i = 0; i < values; i++)
+            bases[i] = fkv_fxp_choose_channel(rows, count, i, fp16);
+    parameters_of(bases, values, parameters);
 }
 
 /* ---- encoding ---- */
-static void costs_portable(const uint64_t *rows, uint32_t count, uint32_t vector_bytes,
-                           uint32_t mode, const uint8_t *bases, uint16_t *costs)
+static void costs_portable(const uint64_t *rows, uint32_t count, uint32_t values, bool fp16,
+                           const uint8_t *bases, uint16_t *costs)
 {
-    uint32_t values = fkv_fxp_values(vector_bytes);
-    uint64_t fixed = fkv_fxp_row_bytes(vector_bytes, mode);
     for (uint32_t r = 0; r < count; r++) {
         const uint8_t *row = (const uint8_t *)(uintptr_t)rows[r];
-        uint64_t cost = fixed;
+        uint32_t cost = fxp_row_bytes(values, fp16);
         for (uint32_t i = 0; i < values; i++)
-            cost += code_of(exponent_of(load16(row + 2 * i), mode), bases[i / FKV_STREAM_GROUP])
-                    == FXP_ESCAPE;
-        costs[r] = cost < UINT16_MAX ? (uint16_t)cost : UINT16_MAX;
+            cost += code_of(exponent_of(load16(row + 2 * i), fp16), bases[i]) == FXP_ESCAPE;
+        costs[r] = (uint16_t)cost;
     }
 }
 
-/* Costs that don't fit 16 bits are given as 65535: such a row fits no page. */
 void fkv_fxp_costs(const uint64_t *rows, uint32_t count, uint32_t vector_bytes, uint32_t mode,
-                   const uint8_t *bases, uint16_t *costs)
+                   const uint8_t *parameters, uint16_t *costs)
 {
+    const uint32_t values = fxp_values(vector_bytes);
+    const bool fp16 = mode == FKV_STREAM_FXP_FP16;
+    uint8_t bases[BASES_MAX];
     if (mode == FKV_STREAM_PLAIN) {
         for (uint32_t r = 0; r < count; r++)
             costs[r] = vector_bytes < UINT16_MAX ? (uint16_t)vector_bytes : UINT16_MAX;
         return;
     }
+    if (values > FXP_VALUES_MAX) return;
+    bases_of(parameters, values, bases);
 #if defined(__x86_64__)
-    if (fkv_cpu_has.avx2 && !bases_wrap(bases, vector_bytes)) {
-        fkv_fxp_costs_avx2(rows, count, vector_bytes, mode, bases, costs);
+    if (fkv_cpu_has.avx2) {
+        fkv_fxp_costs_avx2(rows, count, values, fp16, bases, costs);
         return;
     }
 #endif
-    costs_portable(rows, count, vector_bytes, mode, bases, costs);
+    costs_portable(rows, count, values, fp16, bases, costs);
 }
 
-static uint8_t *encode_row_portable(const uint8_t *row, uint32_t values, uint32_t mode,
+/* Where the three bits of value i of a row are: two in the word at `low`, one in that at `high`. */
+typedef struct {
+    uint32_t low, low_shift, high, high_shift;
+} code_place;
+
+static code_place place_of(uint32_t i, uint32_t values)
+{
+    const uint32_t group = i / FXP_GROUP, in_group = i % FXP_GROUP;
+    const uint32_t byte = i % 8, at = group * FXP_GROUP_BYTES + byte;
+    if (group < values / FXP_GROUP) {
+        const uint32_t eighth = in_group / 8;
+        return (code_place){at + eighth / 4 * 8, eighth % 4 * 2, at + 16, eighth};
+    }
+    const uint32_t part = in_group / FXP_PART * FXP_PART_BYTES, shift = i % FXP_PART / 8 * 4;
+    return (code_place){at + part, shift, at + part, shift + 2};
+}
+
+static void put_code(uint8_t *codes, uint32_t i, uint32_t values, uint32_t bits)
+{
+    const code_place p = place_of(i, values);
+    codes[p.low] |= (uint8_t)((bits & 3) << p.low_shift);
+    codes[p.high] |= (uint8_t)((bits >> 2) << p.high_shift);
+}
+
+static uint32_t get_code(const uint8_t *codes, uint32_t i, uint32_t values)
+{
+    const code_place p = place_of(i, values);
+    return (codes[p.low] >> p.low_shift & 3u) | (codes[p.high] >> p.high_shift & 1u) << 2;
+}
+
+static uint8_t *encode_row_portable(const uint8_t *row, uint32_t values, bool fp16,
                                     const uint8_t *bases, uint8_t *out, uint8_t *escapes)
 {
-    uint32_t plane_bytes = (values + 7) / 8;
-    uint8_t *planes = out + values;
-    memset(planes, 0, plane_bytes * (mode == FKV_STREAM_FXP_FP16 ? PLANES_FP16 : PLANES_BF16));
+    uint8_t *codes = out + values, *high = codes + fxp_codes_bytes(values);
+    memset(codes, 0, fxp_row_bytes(values, fp16) - values);
     for (uint32_t i = 0; i < values; i++) {
         uint16_t value = load16(row + 2 * i);
-        uint32_t exponent = exponent_of(value, mode);
-        uint32_t bits = code_of(exponent, bases[i / FKV_STREAM_GROUP]); /* bit k goes to plane k */
-        if (bits == FXP_ESCAPE) *escapes++ = (uint8_t)exponent;
-        if (mode == FKV_STREAM_FXP_FP16) {
-            out[i] = (uint8_t)value;
-            bits |= (value >> 8 & 3) << 3 | (value >> 15) << 5;
-        } else {
-            out[i] = (uint8_t)(value >> 8 & 0x80) | (value & 0x7F);
-        }
-        for (uint32_t k = 0; bits; k++, bits >>= 1)
-            planes[k * plane_bytes + i / 8] |= (uint8_t)((bits & 1) << (i & 7));
+        uint32_t exponent = exponent_of(value, fp16), code = code_of(exponent, bases[i]);
+        if (code == FXP_ESCAPE) *escapes++ = (uint8_t)exponent;
+        put_code(codes, i, values, code);
+        out[i] = (uint8_t)(fp16 ? value : (uint32_t)value << 1 | value >> 15);
+        if (fp16) put_code(high, i, values, (value >> 8 & 3) | (uint32_t)(value >> 15) << 2);
     }
     return escapes;
 }
 
 uint32_t fkv_fxp_encode(const uint64_t *rows, uint32_t count, uint32_t vector_bytes, uint32_t mode,
-                        const uint8_t *bases, uint8_t *out)
+                        const uint8_t *parameters, uint8_t *out)
 {
-    uint64_t row_bytes = fkv_fxp_row_bytes(vector_bytes, mode);
+    const uint32_t values = fxp_values(vector_bytes);
+    const bool fp16 = mode == FKV_STREAM_FXP_FP16;
+    uint8_t bases[BASES_MAX];
     if (mode == FKV_STREAM_PLAIN) {
         for (uint32_t r = 0; r < count; r++)
-            memcpy(out + r * row_bytes, (const uint8_t *)(uintptr_t)rows[r], vector_bytes);
-        return (uint32_t)(count * row_bytes);
+            memcpy(out + (uint64_t)r * vector_bytes, (const uint8_t *)(uintptr_t)rows[r],
+                   vector_bytes);
+        return count * vector_bytes;
     }
+    if (values > FXP_VALUES_MAX) return 0;
+    bases_of(parameters, values, bases);
 #if defined(__x86_64__)
-    if (fkv_cpu_has.avx2 && !bases_wrap(bases, vector_bytes))
-        return (uint32_t)(fkv_fxp_encode_avx2(rows, count, vector_bytes, mode, bases, out) - out);
+    if (fkv_cpu_has.avx2)
+        return (uint32_t)(fkv_fxp_encode_avx2(rows, count, values, fp16, bases, out) - out);
 #endif
-    uint8_t *escapes = out + count * row_bytes;
+    const uint32_t row_bytes = fxp_row_bytes(values, fp16);
+    uint8_t *escapes = out + (uint64_t)count * row_bytes;
     for (uint32_t r = 0; r < count; r++)
-        escapes =
-            encode_row_portable((const uint8_t *)(uintptr_t)rows[r], fkv_fxp_values(vector_bytes),
-                                mode, bases, out + r * row_bytes, escapes);
+        escapes = encode_row_portable((const uint8_t *)(uintptr_t)rows[r], values, fp16, bases,
+                                      out + (uint64_t)r * row_bytes, escapes);
     return (uint32_t)(escapes - out);
 }
 
 /* ---- decoding ---- */
-static inline uint32_t plane_bit(const uint8_t *planes, uint32_t plane_bytes, uint32_t k,
-                                 uint32_t i)
-{
-    return planes[k * plane_bytes + i / 8] >> (i & 7) & 1;
-}
-
 /* row may be NULL. Returns the next escape, or NULL where they ran out. */
-static const uint8_t *decode_row_portable(const uint8_t *in, uint32_t values, uint32_t mode,
+static const uint8_t *decode_row_portable(const uint8_t *in, uint32_t values, bool fp16,
                                           const uint8_t *bases, const uint8_t *escapes,
                                           const uint8_t *end, uint8_t *row)
 {
-    uint32_t plane_bytes = (values + 7) / 8;
-    const uint8_t *planes = in + values;
+    const uint8_t *codes = in + values, *high = codes + fxp_codes_bytes(values);
     for (uint32_t i = 0; i < values; i++) {
-        uint32_t code = plane_bit(planes, plane_bytes, 0, i)
-                        | plane_bit(planes, plane_bytes, 1, i) << 1
-                        | plane_bit(planes, plane_bytes, 2, i) << 2;
-        uint32_t exponent = (uint8_t)(bases[i / FKV_STREAM_GROUP] - code), value;
+        uint32_t code = get_code(codes, i, values);
+        uint32_t exponent = (uint8_t)(bases[i] - code), value;
         if (code == FXP_ESCAPE) {
             if (escapes == end) return NULL;
             exponent = *escapes++;
         }
         if (row == NULL) continue;
-        if (mode == FKV_STREAM_FXP_FP16)
-            value = in[i] | plane_bit(planes, plane_bytes, 3, i) << 8
-                    | plane_bit(planes, plane_bytes, 4, i) << 9
-                    | plane_bit(planes, plane_bytes, 5, i) << 15 | (exponent & 0x1F) << 10;
-        else
-            value = (uint32_t)(in[i] & 0x80) << 8 | exponent << 7 | (in[i] & 0x7F);
+        if (fp16) {
+            uint32_t bits = get_code(high, i, values);
+            value = in[i] | (bits & 3) << 8 | (exponent & 0x1F) << 10 | (bits >> 2) << 15;
+        } else {
+            value = (uint32_t)in[i] >> 1 | exponent << 7 | (in[i] & 1u) << 15;
+        }
         uint16_t narrow = (uint16_t)value;
         memcpy(row + 2 * i, &narrow, 2);
     }
@@ -229,14 +269,14 @@ static const uint8_t *decode_row_portable(const uint8_t *in, uint32_t values, ui
 }
 
 static const uint8_t *decode_portable(const uint8_t *in, uint32_t length, uint32_t count,
-                                      uint32_t vector_bytes, uint32_t mode, const uint8_t *bases,
+                                      uint32_t values, bool fp16, const uint8_t *bases,
                                       const uint64_t *rows)
 {
-    uint64_t row_bytes = fkv_fxp_row_bytes(vector_bytes, mode);
-    const uint8_t *escapes = in + count * row_bytes;
+    const uint32_t row_bytes = fxp_row_bytes(values, fp16);
+    const uint8_t *escapes = in + (uint64_t)count * row_bytes;
     for (uint32_t r = 0; r < count && escapes; r++)
-        escapes = decode_row_portable(in + r * row_bytes, fkv_fxp_values(vector_bytes), mode, bases,
-                                      escapes, in + length, (uint8_t *)(uintptr_t)rows[r]);
+        escapes = decode_row_portable(in + (uint64_t)r * row_bytes, values, fp16, bases, escapes,
+                                      in + length, (uint8_t *)(uintptr_t)rows[r]);
     return escapes;
 }
 
@@ -251,21 +291,25 @@ static int decode_plain(const uint8_t *in, uint32_t length, uint32_t count, uint
 }
 
 int fkv_fxp_decode(const uint8_t *in, uint32_t length, uint32_t count, uint32_t vector_bytes,
-                   uint32_t mode, const uint8_t *bases, const uint64_t *rows)
+                   uint32_t mode, const uint8_t *parameters, const uint64_t *rows)
 {
+    const uint32_t values = fxp_values(vector_bytes);
+    const bool fp16 = mode == FKV_STREAM_FXP_FP16;
     const uint8_t *end;
+    uint8_t bases[BASES_MAX];
     if (mode == FKV_STREAM_PLAIN) return decode_plain(in, length, count, vector_bytes, rows);
     if (mode != FKV_STREAM_FXP_BF16 && mode != FKV_STREAM_FXP_FP16) return -1;
-    uint64_t fixed = fkv_fxp_row_bytes(vector_bytes, mode); /* < 2^33, so the product can't wrap */
-    if (fixed != 0 && count > length / fixed) return -1;
-    if (mode == FKV_STREAM_FXP_FP16)
-        for (uint64_t i = count * fixed; i < length; i++)
-            if (in[i] > 0x1F) return -1;
+    if (values > FXP_VALUES_MAX) return -1;
+    const uint64_t fixed = (uint64_t)count * fxp_row_bytes(values, fp16);
+    if (fixed > length) return -1;
+    for (uint64_t i = fixed; fp16 && i < length; i++)
+        if (in[i] > 0x1F) return -1;
+    bases_of(parameters, values, bases);
 #if defined(__x86_64__)
     if (fkv_cpu_has.avx2)
-        end = fkv_fxp_decode_avx2(in, length, count, vector_bytes, mode, bases, rows);
+        end = fkv_fxp_decode_avx2(in, length, count, values, fp16, bases, rows);
     else
 #endif
-        end = decode_portable(in, length, count, vector_bytes, mode, bases, rows);
+        end = decode_portable(in, length, count, values, fp16, bases, rows);
     return end == in + length ? 0 : -1;
 }

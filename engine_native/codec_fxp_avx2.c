@@ -2,21 +2,19 @@
  *
  * Invariants
  *  - same bases, costs, bytes and verdicts as the portable code;
- *  - 32 values are one step; the last values % 32 go through a padded copy, so nothing outside a
- *    row is touched;
- *  - where escapes are is collected first, without a branch a value, and they are moved in one
- *    plain loop later: a few of them in every row would otherwise cost a mispredicted branch each
- *    time.
+ *  - 64 values are one step; the last values % 64 go 16 at a time, the last few of them through a
+ *    padded copy, so nothing outside a row is touched;
+ *  - which groups have escapes is collected first, without a branch, and they are moved in a plain
+ *    loop later: a few of them in every row would otherwise cost a mispredicted branch each time.
  *
- * Inside a step bytes lie in `unpack order`: values 0-7 and 16-23 in the lower half, 8-15 and 24-31
- * in the upper one, which is what packing and unpacking 16-bit values within halves gives and
- * takes.
+ * Inside a step the bytes of 32 values lie in `unpack order`: values 0-7 and 16-23 in the lower
+ * half, 8-15 and 24-31 in the upper one, which is what packing and unpacking 16-bit values within
+ * halves gives and takes. The words of codes are made for it: each 64-bit lane is the word shifted by
+ * its own count.
  */
 #if defined(__x86_64__)
 #include "codec_fxp.h"
 #include <immintrin.h>
-#include <stdbool.h>
-#include <string.h>
 
 #define STEP 32u
 #define TARGET __attribute__((target("avx2,bmi,popcnt")))
@@ -41,227 +39,219 @@
     }
 
 INLINE __m256i load(const void *at) { return _mm256_loadu_si256((const __m256i *)at); }
-
 INLINE void store(void *at, __m256i value) { _mm256_storeu_si256((__m256i *)at, value); }
+INLINE __m128i load_half(const void *at) { return _mm_loadu_si128((const __m128i *)at); }
 
-INLINE uint32_t load32(const uint8_t *at)
-{
-    uint32_t word;
-    memcpy(&word, at, 4);
-    return word;
-}
+/* Between the values' order and unpack order: its own inverse. */
+INLINE __m256i reorder(__m256i bytes) { return _mm256_permute4x64_epi64(bytes, 0xD8); }
 
-INLINE uint16_t load16(const uint8_t *at)
+/* A mask of 64 values of which each half lies in unpack order, in the values' order. */
+INLINE uint64_t reorder_mask(uint64_t mask)
 {
-    uint16_t word;
-    memcpy(&word, at, 2);
-    return word;
-}
-
-/* The bases of a step's two groups (the second may lie past the vector's end), in unpack order. */
-INLINE __m256i step_bases(const uint8_t *bases, uint32_t first, uint32_t values)
-{
-    uint32_t group = first / FKV_STREAM_GROUP;
-    uint64_t lower = bases[group],
-             upper = first + FKV_STREAM_GROUP < values ? bases[group + 1] : lower;
-    const uint64_t ones = 0x0101010101010101;
-    return _mm256_set_epi64x((long long)(upper * ones), (long long)(lower * ones),
-                             (long long)(upper * ones), (long long)(lower * ones));
+    return (mask & 0xFF0000FFFF0000FF) | (mask & 0x0000FF000000FF00) << 8
+           | (mask >> 8 & 0x0000FF000000FF00);
 }
 
 /* Exponents of 32 values, in unpack order. */
-INLINE __m256i step_exponents(const uint8_t *row, bool fp16)
+INLINE __m256i exponents(__m256i a, __m256i b, bool fp16)
 {
-    __m256i a = load(row), b = load(row + STEP);
     a = _mm256_add_epi16(a, a); /* the sign is gone, the exponent on top */
     b = _mm256_add_epi16(b, b);
     return fp16 ? _mm256_packus_epi16(_mm256_srli_epi16(a, 11), _mm256_srli_epi16(b, 11))
                 : _mm256_packus_epi16(_mm256_srli_epi16(a, 8), _mm256_srli_epi16(b, 8));
 }
 
-/* ---- places of escapes that wait to be moved ---- */
-#define WAITING_MAX 512u
+INLINE __m128i exponents_half(__m128i a, __m128i b, bool fp16)
+{
+    a = _mm_add_epi16(a, a), b = _mm_add_epi16(b, b);
+    return fp16 ? _mm_packus_epi16(_mm_srli_epi16(a, 11), _mm_srli_epi16(b, 11))
+                : _mm_packus_epi16(_mm_srli_epi16(a, 8), _mm_srli_epi16(b, 8));
+}
+
+/* 16 values, of which in_use are there. */
+INLINE void load_part(const uint8_t *row, uint32_t in_use, __m128i *a, __m128i *b)
+{
+    uint8_t copy[2 * FXP_PART] = {0};
+    if (in_use < FXP_PART) {
+        memcpy(copy, row, 2 * in_use);
+        row = copy;
+    }
+    *a = load_half(row), *b = load_half(row + FXP_PART);
+}
+
+INLINE uint32_t part_mask(uint32_t in_use)
+{
+    return in_use < FXP_PART ? (1u << in_use) - 1 : 0xFFFF;
+}
+
+/* ---- groups whose escapes wait to be moved ---- */
+#define WAITING_MAX 64u
 
 typedef struct {
-    uint64_t at[WAITING_MAX + 64]; /* addresses of 16-bit values */
+    uint64_t mask[WAITING_MAX + 1]; /* of values, by what lies at `values` */
+    uint8_t *values[WAITING_MAX + 1];
     uint32_t count;
 } waiting;
 
-/* Adds values[i] for every bit i of the mask. Entries past the count may be written, never used. */
-INLINE void wait_for(waiting *list, const uint8_t *values, uint64_t mask)
+/* Whether the list is full now. `values` NULL: of a row that isn't wanted. */
+INLINE bool wait_for(waiting *list, uint8_t *values, uint64_t mask)
 {
-    uint64_t *at = list->at + list->count, first = (uintptr_t)values;
-    uint32_t found = (uint32_t)_mm_popcnt_u64(mask);
-    list->count += found;
-#pragma GCC unroll 4
-    for (uint32_t k = 0; k < 4; k++, mask = _blsr_u64(mask)) at[k] = first + 2 * _tzcnt_u64(mask);
-    for (uint32_t k = 4; k < found; k++, mask = _blsr_u64(mask))
-        at[k] = first + 2 * _tzcnt_u64(mask);
+    list->mask[list->count] = mask;
+    list->values[list->count] = values;
+    list->count += mask != 0;
+    return list->count == WAITING_MAX;
 }
 
 /* ---- choosing bases ---- */
-#define BINS 16u         /* exponents counted, from the highest one down */
-#define BINS_A_PASS 8u   /* that many counters stay in registers */
-#define ROWS_A_PASS 255u /* until an 8-bit counter is full */
+#define BINS_A_PASS 8u /* that many counters stay in registers */
 
-INLINE __m256i highest(const uint64_t *rows, uint32_t count, uint32_t first, bool fp16)
+typedef struct {
+    uint8_t rows[FXP_SAMPLES_MAX][STEP];
+} samples;
+
+/* Exponents of 32 channels of the rows that count; returns each channel's highest. */
+INLINE __m256i take_samples(const uint64_t *rows, uint32_t count, uint32_t channel,
+                            uint32_t in_use, bool fp16, samples *s)
 {
+    const uint32_t stride = fxp_sample_stride(count);
     __m256i top = _mm256_setzero_si256();
-    for (uint32_t r = 0; r < count; r++)
-        top = _mm256_max_epu8(
-            top, step_exponents((const uint8_t *)(uintptr_t)rows[r] + 2 * first, fp16));
+    for (uint32_t r = 0, k = 0; r < count; r += stride, k++) {
+        const uint8_t *row = (const uint8_t *)(uintptr_t)rows[r] + 2 * channel;
+        uint8_t copy[2 * STEP] = {0};
+        if (in_use < STEP) {
+            memcpy(copy, row, 2 * in_use);
+            row = copy;
+        }
+        __m256i found = exponents(load(row), load(row + STEP), fp16);
+        store(s->rows[k], found);
+        top = _mm256_max_epu8(top, found);
+    }
     return top;
 }
 
-/* Sums the 16 bytes of each group of a step. */
-INLINE void add_groups(__m256i counters, uint32_t *lower, uint32_t *upper)
+INLINE void count_bins(const samples *s, uint32_t count, __m256i top, __m256i bins[FXP_BINS])
 {
-    __m256i sums = _mm256_sad_epu8(counters, _mm256_setzero_si256());
-    *lower += (uint32_t)(_mm256_extract_epi64(sums, 0) + _mm256_extract_epi64(sums, 2));
-    *upper += (uint32_t)(_mm256_extract_epi64(sums, 1) + _mm256_extract_epi64(sums, 3));
-}
-
-/* counts[g][k]: values of group g whose exponent is tops[g] - k. */
-INLINE void count_below(const uint64_t *rows, uint32_t count, uint32_t first, bool fp16,
-                        const uint8_t tops[2], uint32_t counts[2][BINS])
-{
-    const __m256i top = step_bases(tops, 0, STEP);
-    memset(counts, 0, 2 * sizeof counts[0]);
-    for (uint32_t done = 0; done < count; done += ROWS_A_PASS) {
-        uint32_t end = count - done < ROWS_A_PASS ? count : done + ROWS_A_PASS;
-        for (uint32_t bin = 0; bin < BINS; bin += BINS_A_PASS) {
-            const __m256i wanted = _mm256_sub_epi8(top, _mm256_set1_epi8((char)bin));
-            __m256i counters[BINS_A_PASS];
-            for (uint32_t k = 0; k < BINS_A_PASS; k++) counters[k] = _mm256_setzero_si256();
-            for (uint32_t r = done; r < end; r++) {
-                __m256i below = _mm256_sub_epi8(
-                    wanted, step_exponents((const uint8_t *)(uintptr_t)rows[r] + 2 * first, fp16));
+    for (uint32_t first = 0; first < FXP_BINS; first += BINS_A_PASS) {
+        const __m256i from = _mm256_sub_epi8(top, _mm256_set1_epi8((char)first));
+        __m256i counters[BINS_A_PASS];
 #pragma GCC unroll 8
-                for (uint32_t k = 0; k < BINS_A_PASS; k++)
-                    counters[k] = _mm256_sub_epi8(
-                        counters[k], _mm256_cmpeq_epi8(below, _mm256_set1_epi8((char)k)));
-            }
+        for (uint32_t k = 0; k < BINS_A_PASS; k++) counters[k] = _mm256_setzero_si256();
+        for (uint32_t r = 0; r < count; r++) {
+            __m256i below = _mm256_sub_epi8(from, load(s->rows[r]));
+#pragma GCC unroll 8
             for (uint32_t k = 0; k < BINS_A_PASS; k++)
-                add_groups(counters[k], &counts[0][bin + k], &counts[1][bin + k]);
+                counters[k] = _mm256_sub_epi8(counters[k],
+                                              _mm256_cmpeq_epi8(below, _mm256_set1_epi8((char)k)));
         }
+#pragma GCC unroll 8
+        for (uint32_t k = 0; k < BINS_A_PASS; k++) bins[first + k] = counters[k];
     }
 }
 
-/* The best base from the counts of the highest exponents alone, or -1 where what lies below might
- * give a better. */
-static int best_of_top(const uint32_t counts[BINS], uint32_t top, uint64_t total,
-                       uint32_t exponent_max)
+/* As fkv_fxp_choose_channel()'s first attempt; returns a mask of the channels that need others. */
+INLINE uint32_t best_bases(const __m256i bins[FXP_BINS], __m256i top, uint32_t count, bool fp16,
+                           uint8_t *bases)
 {
-    uint32_t best = 0, sum = 0,
-             last = BINS - FXP_SPAN; /* windows that start at bins 0 ... last are known */
-    uint64_t rest = total;
-    int base = -1;
-    for (uint32_t k = 0; k < FXP_SPAN - 1; k++) sum += counts[k];
-    for (uint32_t start = 0; start <= last; start++) {
-        sum += counts[start + FXP_SPAN - 1];
-        if (base < 0 || sum > best) {
-            best = sum;
-            base = (int)top - (int)start;
-        }
-        rest -= counts[start];
-        sum -= counts[start];
+    const __m256i ones = _mm256_set1_epi8(1), zero = _mm256_setzero_si256();
+    const __m256i highest = _mm256_set1_epi8((char)fxp_exponent_max(fp16));
+    __m256i sum = zero, kept, base = _mm256_min_epu8(_mm256_adds_epu8(top, ones), highest);
+    for (uint32_t k = 0; k < FXP_SPAN - 1; k++) sum = _mm256_add_epi8(sum, bins[k]);
+    kept = sum;
+    for (uint32_t start = 0; start + FXP_SPAN <= FXP_BINS; start++) {
+        sum = _mm256_add_epi8(sum, bins[start + FXP_SPAN - 1]);
+        const __m256i same = _mm256_cmpeq_epi8(_mm256_max_epu8(sum, kept), kept);
+        base = _mm256_blendv_epi8(_mm256_sub_epi8(top, _mm256_set1_epi8((char)start)), base, same);
+        kept = _mm256_max_epu8(sum, kept);
+        sum = _mm256_sub_epi8(sum, bins[start]);
     }
-    if (rest > best) return -1;
-    /* A window that reaches above `top` holds less or as much; as much, and the higher base wins.
-     * */
-    if (base == (int)top) {
-        uint32_t empty = 0;
-        while (empty < FXP_SPAN && base + 1 <= (int)exponent_max
-               && counts[FXP_SPAN - 1 - empty] == 0) {
-            empty++;
-            base++;
-        }
-    }
-    return base;
+    store(bases, reorder(_mm256_max_epu8(base, _mm256_set1_epi8(FXP_BASE_MIN))));
+    /* Fewer than half of the samples, and exponents below those that were counted. */
+    const __m256i half = _mm256_set1_epi8((char)((count + 1) / 2));
+    const __m256i many = _mm256_cmpeq_epi8(_mm256_max_epu8(kept, half), kept);
+    const __m256i deep = _mm256_set1_epi8(FXP_BINS);
+    const __m256i other = _mm256_andnot_si256(
+        many, _mm256_cmpeq_epi8(_mm256_max_epu8(top, deep), top));
+    return (uint32_t)_mm256_movemask_epi8(reorder(other));
 }
 
 INLINE void choose(const uint64_t *rows, uint32_t count, uint32_t values, bool fp16, uint8_t *bases)
 {
-    const uint32_t mode = fp16 ? FKV_STREAM_FXP_FP16 : FKV_STREAM_FXP_BF16;
-    const uint32_t exponent_max = fkv_fxp_exponent_max(mode);
-    uint32_t first = 0, bins[256], counts[2][BINS];
-    for (; first + STEP <= values && count; first += STEP) {
-        uint8_t top[STEP], tops[2] = {0, 0};
-        store(top, highest(rows, count, first, fp16));
-        for (uint32_t i = 0; i < STEP; i++) /* unpack order: the groups alternate every 8 bytes */
-            tops[i / 8 & 1] = top[i] > tops[i / 8 & 1] ? top[i] : tops[i / 8 & 1];
-        count_below(rows, count, first, fp16, tops, counts);
-        for (uint32_t g = 0; g < 2; g++) {
-            int base =
-                best_of_top(counts[g], tops[g], (uint64_t)count * FKV_STREAM_GROUP, exponent_max);
-            if (base < 0) {
-                fkv_fxp_count(rows, count, 2 * (first + g * FKV_STREAM_GROUP), FKV_STREAM_GROUP,
-                              mode, bins);
-                base = fkv_fxp_best_base(bins, exponent_max);
-            }
-            bases[first / FKV_STREAM_GROUP + g] = (uint8_t)base;
+    const uint32_t stride = fxp_sample_stride(count);
+    samples s;
+    __m256i bins[FXP_BINS];
+    for (uint32_t first = 0; first < values; first += STEP) {
+        const uint32_t in_use = values - first < STEP ? values - first : STEP;
+        const uint32_t taken = (count + stride - 1) / stride;
+        const __m256i top = take_samples(rows, count, first, in_use, fp16, &s);
+        count_bins(&s, taken, top, bins);
+        uint32_t others = best_bases(bins, top, taken, fp16, bases + first);
+        if (in_use < STEP) others &= (1u << in_use) - 1;
+        for (; others; others &= others - 1) {
+            const uint32_t channel = first + (uint32_t)__builtin_ctz(others);
+            bases[channel] = fkv_fxp_choose_channel(rows, count, channel, fp16);
         }
-    }
-    for (; first < values; first += FKV_STREAM_GROUP) {
-        uint32_t channels = values - first < FKV_STREAM_GROUP ? values - first : FKV_STREAM_GROUP;
-        fkv_fxp_count(rows, count, 2 * first, channels, mode, bins);
-        bases[first / FKV_STREAM_GROUP] = fkv_fxp_best_base(bins, exponent_max);
     }
 }
 
-TARGET void fkv_fxp_choose_avx2(const uint64_t *rows, uint32_t count, uint32_t vector_bytes,
-                                uint32_t mode, uint8_t *bases)
+TARGET void fkv_fxp_choose_avx2(const uint64_t *rows, uint32_t count, uint32_t values, bool fp16,
+                                uint8_t *bases)
 {
-    if (mode == FKV_STREAM_FXP_FP16)
-        choose(rows, count, fkv_fxp_values(vector_bytes), true, bases);
+    if (fp16)
+        choose(rows, count, values, true, bases);
     else
-        choose(rows, count, fkv_fxp_values(vector_bytes), false, bases);
+        choose(rows, count, values, false, bases);
 }
 
 /* ---- encoding ---- */
-/* How many of a step's values are escapes. */
-INLINE uint32_t step_escapes(const uint8_t *row, bool fp16, __m256i bases, uint32_t in_use)
+/* Codes, in the order of the exponents. */
+INLINE __m256i codes_of(__m256i bases, __m256i exponent)
 {
-    const __m256i escape = _mm256_set1_epi8(FXP_ESCAPE);
-    __m256i code = _mm256_sub_epi8(bases, step_exponents(row, fp16));
-    __m256i escapes = _mm256_cmpeq_epi8(_mm256_max_epu8(code, escape), code);
-    if (in_use == STEP) return (uint32_t)_mm_popcnt_u32((uint32_t)_mm256_movemask_epi8(escapes));
-    escapes = _mm256_permute4x64_epi64(escapes, 0xD8);
-    return (uint32_t)_mm_popcnt_u32((uint32_t)_mm256_movemask_epi8(escapes) & ((1u << in_use) - 1));
+    return _mm256_min_epu8(_mm256_sub_epi8(bases, exponent), _mm256_set1_epi8(FXP_ESCAPE));
 }
 
-INLINE uint32_t tail_escapes(const uint8_t *row, bool fp16, __m256i bases, uint32_t in_use)
+INLINE uint32_t mask_of_7(__m256i codes)
 {
-    uint8_t copy[2 * STEP] = {0};
-    memcpy(copy, row, 2 * in_use);
-    return step_escapes(copy, fp16, bases, in_use);
+    return (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(codes, _mm256_set1_epi8(FXP_ESCAPE)));
+}
+
+INLINE __m128i part_codes(const uint8_t *row, uint32_t in_use, bool fp16, const uint8_t *bases,
+                          uint32_t *mask)
+{
+    __m128i a, b;
+    load_part(row, in_use, &a, &b);
+    const __m128i escape = _mm_set1_epi8(FXP_ESCAPE);
+    __m128i codes =
+        _mm_min_epu8(_mm_sub_epi8(load_half(bases), exponents_half(a, b, fp16)), escape);
+    *mask = (uint32_t)_mm_movemask_epi8(_mm_cmpeq_epi8(codes, escape)) & part_mask(in_use);
+    return codes;
 }
 
 INLINE void costs_of(const uint64_t *rows, uint32_t count, uint32_t values, bool fp16,
-                     const uint8_t *bases, uint64_t fixed, uint16_t *costs)
+                     const uint8_t *bases, uint16_t *costs)
 {
+    const uint32_t whole = values / STEP * STEP, fixed = fxp_row_bytes(values, fp16);
     for (uint32_t r = 0; r < count; r++) {
         const uint8_t *row = (const uint8_t *)(uintptr_t)rows[r];
-        uint64_t cost = fixed;
-        uint32_t i = 0;
-        for (; i + STEP <= values; i += STEP)
-            cost += step_escapes(row + 2 * i, fp16, step_bases(bases, i, values), STEP);
-        if (i + FKV_STREAM_GROUP == values)
-            cost += tail_escapes(row + 2 * i, fp16, step_bases(bases, i, values), FKV_STREAM_GROUP);
-        else if (i < values)
-            cost += tail_escapes(row + 2 * i, fp16, step_bases(bases, i, values), values - i);
-        costs[r] = cost < UINT16_MAX ? (uint16_t)cost : UINT16_MAX;
+        uint32_t cost = fixed, mask;
+        for (uint32_t i = 0; i < whole; i += STEP) {
+            __m256i exponent = exponents(load(row + 2 * i), load(row + 2 * i + STEP), fp16);
+            cost += (uint32_t)_mm_popcnt_u32(
+                mask_of_7(codes_of(reorder(load(bases + i)), exponent)));
+        }
+        for (uint32_t i = whole; i < values; i += FXP_PART) {
+            part_codes(row + 2 * i, values - i, fp16, bases + i, &mask);
+            cost += (uint32_t)_mm_popcnt_u32(mask);
+        }
+        costs[r] = (uint16_t)cost;
     }
 }
 
-TARGET void fkv_fxp_costs_avx2(const uint64_t *rows, uint32_t count, uint32_t vector_bytes,
-                               uint32_t mode, const uint8_t *bases, uint16_t *costs)
+TARGET void fkv_fxp_costs_avx2(const uint64_t *rows, uint32_t count, uint32_t values, bool fp16,
+                               const uint8_t *bases, uint16_t *costs)
 {
-    uint64_t fixed = fkv_fxp_row_bytes(vector_bytes, mode);
-    uint32_t values = fkv_fxp_values(vector_bytes);
-#define BODY_BF16(n) costs_of(rows, count, n, false, bases, fixed, costs)
-#define BODY_FP16(n) costs_of(rows, count, n, true, bases, fixed, costs)
-    if (mode == FKV_STREAM_FXP_FP16)
+#define BODY_BF16(n) costs_of(rows, count, n, false, bases, costs)
+#define BODY_FP16(n) costs_of(rows, count, n, true, bases, costs)
+    if (fp16)
         FOR_VALUES(values, BODY_FP16)
     else
         FOR_VALUES(values, BODY_BF16)
@@ -269,122 +259,132 @@ TARGET void fkv_fxp_costs_avx2(const uint64_t *rows, uint32_t count, uint32_t ve
 #undef BODY_FP16
 }
 
-INLINE void store_plane(uint8_t *plane, __m256i bytes, unsigned bit, uint32_t plane_step_bytes,
-                        uint32_t valid)
+/* Three bits of 64 values, each half in unpack order, to their words. */
+INLINE void put_words(uint8_t *out, __m256i first, __m256i second)
 {
-    uint32_t word =
-        (uint32_t)_mm256_movemask_epi8(_mm256_slli_epi16(bytes, (int)(7 - bit))) & valid;
-    memcpy(plane, &word, plane_step_bytes);
+    const __m256i two = _mm256_set1_epi8(3), four = _mm256_set1_epi8(4);
+    const __m256i by_two = _mm256_setr_epi64x(0, 4, 2, 6);
+    __m256i a = _mm256_sllv_epi64(_mm256_and_si256(first, two), by_two);
+    __m256i b = _mm256_sllv_epi64(_mm256_and_si256(second, two), by_two);
+    __m256i high = _mm256_or_si256(
+        _mm256_sllv_epi64(_mm256_srli_epi64(_mm256_and_si256(first, four), 2),
+                          _mm256_setr_epi64x(0, 2, 1, 3)),
+        _mm256_sllv_epi64(_mm256_and_si256(second, four), _mm256_setr_epi64x(2, 4, 3, 5)));
+    a = _mm256_or_si256(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
+    __m128i words = _mm_or_si128(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    __m128i word = _mm_or_si128(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
+    _mm_storeu_si128((__m128i *)out, words);
+    _mm_storel_epi64((__m128i *)(out + 16), _mm_or_si128(word, _mm_unpackhi_epi64(word, word)));
 }
 
-/* 32 values (of which `in_use` count) to their low bytes and planes; returns the mask of escapes.
- * */
-INLINE uint32_t encode_step(const uint8_t *in, bool fp16, __m256i bases, uint8_t *low_out,
-                            uint8_t *planes, uint32_t plane_bytes, uint32_t in_use)
+/* 64 values to their low bytes and words; returns the mask of escapes. */
+INLINE uint64_t encode_group(const uint8_t *row, bool fp16, const uint8_t *bases, uint8_t *low_out,
+                             uint8_t *codes, uint8_t *high_out)
 {
-    const __m256i even_odd = _mm256_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15,
-                                              0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
-    const __m256i seven_bits = _mm256_set1_epi8(0x7F);
-    __m256i a = _mm256_shuffle_epi8(load(in), even_odd),
-            b = _mm256_shuffle_epi8(load(in + STEP), even_odd);
-    __m256i low = _mm256_unpacklo_epi64(a, b), high = _mm256_unpackhi_epi64(a, b), exponent;
-    if (fp16) {
-        exponent = _mm256_and_si256(_mm256_srli_epi16(high, 2), _mm256_set1_epi8(0x1F));
-    } else { /* the exponent's lowest bit is the low byte's highest */
-        exponent = _mm256_sub_epi8(_mm256_add_epi8(high, high),
-                                   _mm256_cmpgt_epi8(_mm256_setzero_si256(), low));
-        low = _mm256_or_si256(_mm256_and_si256(low, seven_bits),
-                              _mm256_andnot_si256(seven_bits, high));
+    const __m256i low_byte = _mm256_set1_epi16(0xFF);
+    __m256i code[2], high[2];
+    uint64_t mask = 0;
+#pragma GCC unroll 2
+    for (uint32_t h = 0; h < 2; h++) {
+        __m256i a = load(row + 64 * h), b = load(row + 64 * h + STEP);
+        code[h] = codes_of(reorder(load(bases + STEP * h)), exponents(a, b, fp16));
+        mask |= (uint64_t)mask_of_7(code[h]) << STEP * h;
+        if (fp16) {
+            __m256i top = _mm256_packus_epi16(_mm256_srli_epi16(a, 8), _mm256_srli_epi16(b, 8));
+            high[h] = _mm256_or_si256(
+                _mm256_and_si256(top, _mm256_set1_epi8(3)),
+                _mm256_and_si256(_mm256_srli_epi16(top, 5), _mm256_set1_epi8(4)));
+        } else { /* the sign comes to the low end */
+            a = _mm256_or_si256(_mm256_add_epi16(a, a), _mm256_srli_epi16(a, 15));
+            b = _mm256_or_si256(_mm256_add_epi16(b, b), _mm256_srli_epi16(b, 15));
+        }
+        store(low_out + STEP * h,
+              reorder(_mm256_packus_epi16(_mm256_and_si256(a, low_byte),
+                                          _mm256_and_si256(b, low_byte))));
     }
-    __m256i code = _mm256_min_epu8(_mm256_sub_epi8(bases, exponent), _mm256_set1_epi8(FXP_ESCAPE));
-    code = _mm256_permute4x64_epi64(code, 0xD8);
-    low = _mm256_permute4x64_epi64(low, 0xD8);
+    put_words(codes, code[0], code[1]);
+    if (fp16) put_words(high_out, high[0], high[1]);
+    return reorder_mask(mask);
+}
 
-    const uint32_t bytes = (in_use + 7) / 8,
-                   valid = in_use == STEP ? UINT32_MAX : (1u << in_use) - 1;
-    if (in_use == STEP) {
-        store(low_out, low);
-    } else {
-        uint8_t copy[STEP];
-        store(copy, low);
-        memcpy(low_out, copy, in_use);
-    }
-    for (unsigned k = 0; k < 3; k++) store_plane(planes + k * plane_bytes, code, k, bytes, valid);
+/* Three bits of 16 values to a word. */
+INLINE void put_part(uint8_t *out, __m128i bits)
+{
+    __m128i upper = _mm_slli_epi16(_mm_unpackhi_epi64(bits, bits), 4);
+    _mm_storel_epi64((__m128i *)out, _mm_or_si128(bits, upper));
+}
+
+/* The last in_use (or 16) values of a row; returns the mask of escapes. */
+INLINE uint32_t encode_part(const uint8_t *row, uint32_t in_use, bool fp16, const uint8_t *bases,
+                            uint8_t *low_out, uint8_t *codes, uint8_t *high_out)
+{
+    static const uint8_t valid[2 * FXP_PART] = {0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF,
+                                                0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF};
+    const __m128i low_byte = _mm_set1_epi16(0xFF);
+    const uint32_t there = in_use < FXP_PART ? in_use : FXP_PART;
+    __m128i a, b;
+    uint32_t mask;
+    uint8_t copy[FXP_PART];
+    __m128i code = part_codes(row, in_use, fp16, bases, &mask);
+    load_part(row, in_use, &a, &b);
+    put_part(codes, _mm_and_si128(code, load_half(valid + FXP_PART - there)));
     if (fp16) {
-        high = _mm256_permute4x64_epi64(high, 0xD8);
-        store_plane(planes + 3 * plane_bytes, high, 0, bytes, valid);
-        store_plane(planes + 4 * plane_bytes, high, 1, bytes, valid);
-        store_plane(planes + 5 * plane_bytes, high, 7, bytes, valid);
+        __m128i top = _mm_packus_epi16(_mm_srli_epi16(a, 8), _mm_srli_epi16(b, 8));
+        put_part(high_out, _mm_or_si128(_mm_and_si128(top, _mm_set1_epi8(3)),
+                                        _mm_and_si128(_mm_srli_epi16(top, 5), _mm_set1_epi8(4))));
+    } else {
+        a = _mm_or_si128(_mm_add_epi16(a, a), _mm_srli_epi16(a, 15));
+        b = _mm_or_si128(_mm_add_epi16(b, b), _mm_srli_epi16(b, 15));
     }
-    return (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(code, _mm256_set1_epi8(FXP_ESCAPE)))
-           & valid;
+    _mm_storeu_si128((__m128i *)copy, _mm_packus_epi16(_mm_and_si128(a, low_byte),
+                                                       _mm_and_si128(b, low_byte)));
+    memcpy(low_out, copy, there);
+    return mask;
 }
 
 /* Writes the escapes that wait; returns where the next one goes. */
 INLINE uint8_t *put_escapes(waiting *list, bool fp16, uint8_t *escapes)
 {
-    for (uint32_t k = 0; k < list->count; k++) {
-        uint32_t value = load16((const uint8_t *)(uintptr_t)list->at[k]);
-        *escapes++ = (uint8_t)(fp16 ? value >> 10 & 0x1F : value >> 7);
-    }
+    for (uint32_t k = 0; k < list->count; k++)
+        for (uint64_t mask = list->mask[k]; mask; mask = _blsr_u64(mask)) {
+            uint16_t value;
+            memcpy(&value, list->values[k] + 2 * _tzcnt_u64(mask), 2);
+            *escapes++ = (uint8_t)(fp16 ? value >> 10 & 0x1F : value >> 7);
+        }
     list->count = 0;
     return escapes;
 }
 
-INLINE void encode_tail(const uint8_t *row, uint32_t i, uint32_t values, bool fp16,
-                        const uint8_t *bases, uint8_t *out, uint32_t in_use, waiting *list)
-{
-    uint8_t copy[2 * STEP] = {0};
-    memcpy(copy, row + 2 * i, 2 * in_use);
-    wait_for(list, row + 2 * i,
-             encode_step(copy, fp16, step_bases(bases, i, values), out + i, out + values + i / 8,
-                         (values + 7) / 8, in_use));
-}
-
 INLINE uint8_t *encode(const uint64_t *rows, uint32_t count, uint32_t values, bool fp16,
-                       const uint8_t *bases, uint64_t row_bytes, uint8_t *out)
+                       const uint8_t *bases, uint8_t *out)
 {
-    const uint32_t plane_bytes = (values + 7) / 8;
-    uint8_t *escapes = out + count * row_bytes;
+    const uint32_t row_bytes = fxp_row_bytes(values, fp16), code_bytes = fxp_codes_bytes(values);
+    uint8_t *escapes = out + (uint64_t)count * row_bytes;
     waiting list;
     list.count = 0;
     for (uint32_t r = 0; r < count; r++, out += row_bytes) {
-        const uint8_t *row = (const uint8_t *)(uintptr_t)rows[r];
-        uint8_t *planes = out + values;
+        uint8_t *row = (uint8_t *)(uintptr_t)rows[r], *codes = out + values;
         uint32_t i = 0;
-        for (; i + 2 * STEP <= values; i += 2 * STEP) {
-            uint64_t mask = encode_step(row + 2 * i, fp16, step_bases(bases, i, values), out + i,
-                                        planes + i / 8, plane_bytes, STEP);
-            mask |= (uint64_t)encode_step(row + 2 * i + 2 * STEP, fp16,
-                                          step_bases(bases, i + STEP, values), out + i + STEP,
-                                          planes + i / 8 + 4, plane_bytes, STEP)
-                    << STEP;
-            wait_for(&list, row + 2 * i, mask);
-            if (list.count > WAITING_MAX - 4 * STEP) escapes = put_escapes(&list, fp16, escapes);
+        for (; i + FXP_GROUP <= values; i += FXP_GROUP, codes += FXP_GROUP_BYTES) {
+            uint64_t mask =
+                encode_group(row + 2 * i, fp16, bases + i, out + i, codes, codes + code_bytes);
+            if (wait_for(&list, row + 2 * i, mask)) escapes = put_escapes(&list, fp16, escapes);
         }
-        if (i + STEP <= values) {
-            wait_for(&list, row + 2 * i,
-                     encode_step(row + 2 * i, fp16, step_bases(bases, i, values), out + i,
-                                 planes + i / 8, plane_bytes, STEP));
-            i += STEP;
+        for (; i < values; i += FXP_PART, codes += FXP_PART_BYTES) {
+            uint64_t mask = encode_part(row + 2 * i, values - i, fp16, bases + i, out + i, codes,
+                                        codes + code_bytes);
+            if (wait_for(&list, row + 2 * i, mask)) escapes = put_escapes(&list, fp16, escapes);
         }
-        if (i + FKV_STREAM_GROUP == values)
-            encode_tail(row, i, values, fp16, bases, out, FKV_STREAM_GROUP, &list);
-        else if (i < values)
-            encode_tail(row, i, values, fp16, bases, out, values - i, &list);
-        if (list.count > WAITING_MAX - 4 * STEP) escapes = put_escapes(&list, fp16, escapes);
     }
     return put_escapes(&list, fp16, escapes);
 }
 
-TARGET uint8_t *fkv_fxp_encode_avx2(const uint64_t *rows, uint32_t count, uint32_t vector_bytes,
-                                    uint32_t mode, const uint8_t *bases, uint8_t *out)
+TARGET uint8_t *fkv_fxp_encode_avx2(const uint64_t *rows, uint32_t count, uint32_t values,
+                                    bool fp16, const uint8_t *bases, uint8_t *out)
 {
-    uint64_t row_bytes = fkv_fxp_row_bytes(vector_bytes, mode);
-    uint32_t values = fkv_fxp_values(vector_bytes);
-#define BODY_BF16(n) return encode(rows, count, n, false, bases, row_bytes, out)
-#define BODY_FP16(n) return encode(rows, count, n, true, bases, row_bytes, out)
-    if (mode == FKV_STREAM_FXP_FP16)
+#define BODY_BF16(n) return encode(rows, count, n, false, bases, out)
+#define BODY_FP16(n) return encode(rows, count, n, true, bases, out)
+    if (fp16)
         FOR_VALUES(values, BODY_FP16)
     else
         FOR_VALUES(values, BODY_BF16)
@@ -393,134 +393,160 @@ TARGET uint8_t *fkv_fxp_encode_avx2(const uint64_t *rows, uint32_t count, uint32
 }
 
 /* ---- decoding ---- */
-/* 32 bits of a plane to 32 bytes of 0 or -1, in unpack order. */
-INLINE __m256i spread(uint32_t word)
+INLINE __m256i word_in_all(const uint8_t *in)
 {
-    const __m256i order = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 2, 2, 2, 2, 2, 2, 2, 2, 1, 1, 1,
-                                           1, 1, 1, 1, 1, 3, 3, 3, 3, 3, 3, 3, 3);
-    const __m256i bits = _mm256_set1_epi64x((long long)0x8040201008040201);
-    __m256i bytes = _mm256_shuffle_epi8(_mm256_set1_epi32((int)word), order);
-    return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bits), bits);
+    long long word;
+    memcpy(&word, in, 8);
+    return _mm256_set1_epi64x(word);
 }
 
-INLINE void decode_step(const uint8_t *low_in, const uint32_t planes[6], bool fp16, __m256i bases,
-                        uint8_t *out)
+/* Three bits of each of 64 values, both halves in unpack order. */
+INLINE void get_words(const uint8_t *in, __m256i bits[2])
 {
-    const __m256i seven_bits = _mm256_set1_epi8(0x7F);
-    __m256i stored = _mm256_permute4x64_epi64(load(low_in), 0xD8), low = stored, high;
-    /* base - (bit 0 + 2 bit 1 + 4 bit 2), the bits being 0 or -1 */
-    __m256i exponent = spread(planes[2]);
-    exponent = _mm256_add_epi8(_mm256_add_epi8(exponent, exponent), spread(planes[1]));
-    exponent = _mm256_add_epi8(_mm256_add_epi8(exponent, exponent), spread(planes[0]));
-    exponent = _mm256_add_epi8(exponent, bases);
-    if (fp16) {
-        high = _mm256_slli_epi16(_mm256_and_si256(exponent, _mm256_set1_epi8(0x1F)), 2);
-        high = _mm256_or_si256(high, _mm256_and_si256(spread(planes[3]), _mm256_set1_epi8(1)));
-        high = _mm256_or_si256(high, _mm256_and_si256(spread(planes[4]), _mm256_set1_epi8(2)));
-        high = _mm256_or_si256(high, _mm256_andnot_si256(seven_bits, spread(planes[5])));
-    } else {
-        low = _mm256_or_si256(_mm256_and_si256(seven_bits, stored),
-                              _mm256_andnot_si256(seven_bits, _mm256_slli_epi16(exponent, 7)));
-        high = _mm256_or_si256(_mm256_andnot_si256(seven_bits, stored),
-                               _mm256_and_si256(seven_bits, _mm256_srli_epi16(exponent, 1)));
+    const __m256i two = _mm256_set1_epi8(3), four = _mm256_set1_epi8(4);
+    const __m256i by_two = _mm256_setr_epi64x(0, 4, 2, 6);
+    __m256i high = word_in_all(in + 16);
+    __m256i high_first =
+        _mm256_srlv_epi64(_mm256_slli_epi64(high, 2), _mm256_setr_epi64x(0, 2, 1, 3));
+    __m256i high_second = _mm256_srlv_epi64(high, _mm256_setr_epi64x(2, 4, 3, 5));
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; h++) {
+        __m256i low = _mm256_srlv_epi64(word_in_all(in + 8 * h), by_two);
+        bits[h] = _mm256_or_si256(_mm256_and_si256(low, two),
+                                  _mm256_and_si256(h ? high_second : high_first, four));
     }
-    store(out, _mm256_unpacklo_epi8(low, high));
-    store(out + STEP, _mm256_unpackhi_epi8(low, high));
 }
 
-/* Sets the exponents of the values that wait, from the escapes that are theirs. */
-INLINE void patch(waiting *list, bool fp16, const uint8_t *escapes)
+INLINE __m256i high_bytes(__m256i exponent, __m256i bits)
+{
+    exponent = _mm256_slli_epi16(_mm256_and_si256(exponent, _mm256_set1_epi8(0x1F)), 2);
+    bits = _mm256_or_si256(_mm256_and_si256(bits, _mm256_set1_epi8(3)),
+                           _mm256_slli_epi16(_mm256_and_si256(bits, _mm256_set1_epi8(4)), 5));
+    return _mm256_or_si256(exponent, bits);
+}
+
+/* The sign goes to the upper end. */
+INLINE __m256i turn(__m256i words)
+{
+    return _mm256_or_si256(_mm256_srli_epi16(words, 1), _mm256_slli_epi16(words, 15));
+}
+
+/* 64 values (row NULL: only their escapes are found); returns the mask of escapes. */
+INLINE uint64_t decode_group(const uint8_t *low_in, const uint8_t *codes, const uint8_t *high_in,
+                             bool fp16, const uint8_t *bases, uint8_t *row)
+{
+    __m256i code[2], high[2];
+    get_words(codes, code);
+    uint64_t mask = mask_of_7(code[0]) | (uint64_t)mask_of_7(code[1]) << STEP;
+    if (!row) return reorder_mask(mask);
+    if (fp16) get_words(high_in, high);
+#pragma GCC unroll 2
+    for (uint32_t h = 0; h < 2; h++) {
+        __m256i low = reorder(load(low_in + STEP * h));
+        __m256i top = _mm256_sub_epi8(reorder(load(bases + STEP * h)), code[h]);
+        if (fp16) top = high_bytes(top, high[h]);
+        __m256i a = _mm256_unpacklo_epi8(low, top), b = _mm256_unpackhi_epi8(low, top);
+        store(row + 64 * h, fp16 ? a : turn(a));
+        store(row + 64 * h + STEP, fp16 ? b : turn(b));
+    }
+    return reorder_mask(mask);
+}
+
+INLINE __m128i get_part(const uint8_t *in)
+{
+    __m128i word = _mm_loadl_epi64((const __m128i *)in);
+    return _mm_and_si128(_mm_unpacklo_epi64(word, _mm_srli_epi16(word, 4)), _mm_set1_epi8(7));
+}
+
+/* The last in_use (or 16) values of a row. */
+INLINE uint32_t decode_part(const uint8_t *low_in, uint32_t in_use, const uint8_t *codes,
+                            const uint8_t *high_in, bool fp16, const uint8_t *bases, uint8_t *row)
+{
+    const uint32_t there = in_use < FXP_PART ? in_use : FXP_PART;
+    const __m128i code = get_part(codes);
+    uint32_t mask = (uint32_t)_mm_movemask_epi8(_mm_cmpeq_epi8(code, _mm_set1_epi8(FXP_ESCAPE)));
+    if (row) {
+        uint8_t copy[2 * FXP_PART] = {0};
+        memcpy(copy, low_in, there);
+        __m128i low = load_half(copy), top = _mm_sub_epi8(load_half(bases), code), a, b;
+        if (fp16) {
+            const __m128i bits = get_part(high_in);
+            top = _mm_slli_epi16(_mm_and_si128(top, _mm_set1_epi8(0x1F)), 2);
+            top = _mm_or_si128(top, _mm_and_si128(bits, _mm_set1_epi8(3)));
+            top = _mm_or_si128(top, _mm_slli_epi16(_mm_and_si128(bits, _mm_set1_epi8(4)), 5));
+        }
+        a = _mm_unpacklo_epi8(low, top), b = _mm_unpackhi_epi8(low, top);
+        if (!fp16) {
+            a = _mm_or_si128(_mm_srli_epi16(a, 1), _mm_slli_epi16(a, 15));
+            b = _mm_or_si128(_mm_srli_epi16(b, 1), _mm_slli_epi16(b, 15));
+        }
+        _mm_storeu_si128((__m128i *)copy, a);
+        _mm_storeu_si128((__m128i *)(copy + FXP_PART), b);
+        memcpy(row, copy, 2 * there);
+    }
+    return mask & part_mask(in_use);
+}
+
+/* Sets the exponents that wait; returns where their escapes end, or NULL where there are too few. */
+INLINE const uint8_t *patch(waiting *list, bool fp16, const uint8_t *escapes, const uint8_t *end)
 {
     for (uint32_t k = 0; k < list->count; k++) {
-        uint8_t *at = (uint8_t *)(uintptr_t)list->at[k];
-        uint32_t exponent = escapes[k], value = load16(at);
-        value =
-            fp16 ? (value & 0x83FF) | (exponent & 0x1F) << 10 : (value & 0x807F) | exponent << 7;
-        uint16_t narrow = (uint16_t)value;
-        memcpy(at, &narrow, 2);
+        uint64_t mask = list->mask[k], needed = (uint64_t)_mm_popcnt_u64(mask);
+        if ((uint64_t)(end - escapes) < needed) return NULL;
+        if (!list->values[k]) {
+            escapes += needed;
+            continue;
+        }
+        for (; mask; mask = _blsr_u64(mask)) {
+            uint8_t *at = list->values[k] + 2 * _tzcnt_u64(mask);
+            uint32_t exponent = *escapes++;
+            uint16_t value;
+            memcpy(&value, at, 2);
+            value = (uint16_t)(fp16 ? (value & 0x83FFu) | (exponent & 0x1F) << 10
+                                    : (value & 0x807Fu) | exponent << 7);
+            memcpy(at, &value, 2);
+        }
     }
     list->count = 0;
-}
-
-/* One or two whole steps of a row (NULL: only its escapes are counted); returns the mask of
- * escapes. */
-INLINE uint64_t decode_whole(const uint8_t *in, uint32_t i, uint32_t values, bool fp16,
-                             unsigned steps, const uint8_t *bases, uint8_t *row)
-{
-    const uint32_t plane_bytes = (values + 7) / 8;
-    uint64_t mask = 0;
-    for (unsigned s = 0; s < steps; s++, i += STEP) {
-        uint32_t words[6];
-        for (unsigned k = 0; k < (fp16 ? 6 : 3); k++)
-            words[k] = load32(in + values + k * plane_bytes + i / 8);
-        mask |= (uint64_t)(words[0] & words[1] & words[2]) << (STEP * s);
-        if (row) decode_step(in + i, words, fp16, step_bases(bases, i, values), row + 2 * i);
-    }
-    return mask;
-}
-
-/* The last in_use < 32 values of a row. */
-INLINE uint64_t decode_tail(const uint8_t *in, uint32_t i, uint32_t values, bool fp16,
-                            const uint8_t *bases, uint8_t *row, uint32_t in_use)
-{
-    const uint32_t plane_bytes = (values + 7) / 8;
-    uint32_t words[6] = {0};
-    for (unsigned k = 0; k < (fp16 ? 6 : 3); k++)
-        memcpy(&words[k], in + values + k * plane_bytes + i / 8, (in_use + 7) / 8);
-    if (row) {
-        uint8_t low[STEP] = {0}, decoded[2 * STEP];
-        memcpy(low, in + i, in_use);
-        decode_step(low, words, fp16, step_bases(bases, i, values), decoded);
-        memcpy(row + 2 * i, decoded, 2 * in_use);
-    }
-    return words[0] & words[1] & words[2] & ((1u << in_use) - 1);
+    return escapes;
 }
 
 INLINE const uint8_t *decode(const uint8_t *in, uint32_t length, uint32_t count, uint32_t values,
-                             bool fp16, const uint8_t *bases, uint64_t row_bytes,
-                             const uint64_t *rows)
+                             bool fp16, const uint8_t *bases, const uint64_t *rows)
 {
-    const uint8_t *escapes = in + count * row_bytes, *end = in + length;
-    const uint8_t *moved = escapes; /* of those before `escapes`, the ones behind `moved` wait */
+    const uint32_t row_bytes = fxp_row_bytes(values, fp16), code_bytes = fxp_codes_bytes(values);
+    const uint8_t *escapes = in + (uint64_t)count * row_bytes, *end = in + length;
     waiting list;
     list.count = 0;
     for (uint32_t r = 0; r < count; r++, in += row_bytes) {
         uint8_t *row = (uint8_t *)(uintptr_t)rows[r];
-        if (row == NULL) patch(&list, fp16, moved);
-        for (uint32_t i = 0, taken; i < values; i += taken) {
-            uint64_t mask;
-            taken = values - i < 2 * STEP ? (values - i < STEP ? values - i : STEP) : 2 * STEP;
-            if (taken == 2 * STEP)
-                mask = decode_whole(in, i, values, fp16, 2, bases, row);
-            else if (taken == STEP)
-                mask = decode_whole(in, i, values, fp16, 1, bases, row);
-            else if (taken == FKV_STREAM_GROUP)
-                mask = decode_tail(in, i, values, fp16, bases, row, FKV_STREAM_GROUP);
-            else
-                mask = decode_tail(in, i, values, fp16, bases, row, taken);
-            uint64_t needed = (uint64_t)_mm_popcnt_u64(mask);
-            if ((uint64_t)(end - escapes) < needed) return NULL;
-            escapes += needed;
-            if (row) wait_for(&list, row + 2 * i, mask);
-            if (list.count > WAITING_MAX - 2 * STEP || row == NULL) {
-                patch(&list, fp16, moved);
-                moved = escapes;
-            }
+        const uint8_t *codes = in + values;
+        uint32_t i = 0;
+        for (; i + FXP_GROUP <= values; i += FXP_GROUP, codes += FXP_GROUP_BYTES) {
+            uint8_t *to = row ? row + 2 * i : NULL;
+            uint64_t mask =
+                decode_group(in + i, codes, codes + code_bytes, fp16, bases + i, to);
+            if (wait_for(&list, to, mask) && !(escapes = patch(&list, fp16, escapes, end)))
+                return NULL;
+        }
+        for (; i < values; i += FXP_PART, codes += FXP_PART_BYTES) {
+            uint8_t *to = row ? row + 2 * i : NULL;
+            uint64_t mask = decode_part(in + i, values - i, codes, codes + code_bytes, fp16,
+                                        bases + i, to);
+            if (wait_for(&list, to, mask) && !(escapes = patch(&list, fp16, escapes, end)))
+                return NULL;
         }
     }
-    patch(&list, fp16, moved);
-    return escapes;
+    return patch(&list, fp16, escapes, end);
 }
 
 TARGET const uint8_t *fkv_fxp_decode_avx2(const uint8_t *in, uint32_t length, uint32_t count,
-                                          uint32_t vector_bytes, uint32_t mode,
-                                          const uint8_t *bases, const uint64_t *rows)
+                                          uint32_t values, bool fp16, const uint8_t *bases,
+                                          const uint64_t *rows)
 {
-    uint64_t row_bytes = fkv_fxp_row_bytes(vector_bytes, mode);
-    uint32_t values = fkv_fxp_values(vector_bytes);
-#define BODY_BF16(n) return decode(in, length, count, n, false, bases, row_bytes, rows)
-#define BODY_FP16(n) return decode(in, length, count, n, true, bases, row_bytes, rows)
-    if (mode == FKV_STREAM_FXP_FP16)
+#define BODY_BF16(n) return decode(in, length, count, n, false, bases, rows)
+#define BODY_FP16(n) return decode(in, length, count, n, true, bases, rows)
+    if (fp16)
         FOR_VALUES(values, BODY_FP16)
     else
         FOR_VALUES(values, BODY_BF16)

@@ -465,17 +465,18 @@ int fkv_record_decode(const uint8_t *record, uint64_t length, const uint8_t *seg
 uint32_t fkv_page_crc(uint64_t sequence, uint32_t ordinal, const uint8_t *page);
 
 /* ---- codec, for tests: one stripe of one stream ---- */
-/* rows: count addresses of vectors. bases: ceil(values / FKV_STREAM_GROUP) bytes. */
+/* rows: count addresses of vectors. parameters: a byte, then a nibble for each value;
+ * values: at most 1,024. */
 void fkv_fxp_choose(const uint64_t *rows, uint32_t count, uint32_t vector_bytes, uint32_t mode,
-                    uint8_t *bases);
+                    uint8_t *parameters);
 void fkv_fxp_costs(const uint64_t *rows, uint32_t count, uint32_t vector_bytes, uint32_t mode,
-                   const uint8_t *bases,
+                   const uint8_t *parameters,
                    uint16_t *costs); /* bytes that each row takes in a stripe */
 uint32_t fkv_fxp_encode(const uint64_t *rows, uint32_t count, uint32_t vector_bytes, uint32_t mode,
-                        const uint8_t *bases, uint8_t *out);
+                        const uint8_t *parameters, uint8_t *out);
 /* rows[i] == 0: row i is not wanted. 0, or -1 where the stripe's length does not fit. */
 int fkv_fxp_decode(const uint8_t *in, uint32_t length, uint32_t count, uint32_t vector_bytes,
-                   uint32_t mode, const uint8_t *bases, const uint64_t *rows);
+                   uint32_t mode, const uint8_t *parameters, const uint64_t *rows);
 /* The prefix code, likewise. parameters: a byte, then one for each value; costs in bits: a stripe has
  * the sum of its rows', rounded up to a byte. A stripe that can't fit a page is refused. */
 void fkv_prefix_choose(const uint64_t *rows, uint32_t count, uint32_t vector_bytes, uint32_t mode,

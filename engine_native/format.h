@@ -248,9 +248,8 @@ typedef struct {
 } fkv_order_row;
 
 #define FKV_STREAM_PLAIN 0    /* rows as they are */
-#define FKV_STREAM_FXP_BF16 1 /* byte of sign and mantissa, 3-bit exponent code, escapes */
+#define FKV_STREAM_FXP_BF16 1 /* byte of mantissa and sign, 3-bit exponent code, escapes */
 #define FKV_STREAM_FXP_FP16 2
 #define FKV_STREAM_PREFIX_BF16 3 /* exponents in a prefix code in bit planes, steady signs left out */
 #define FKV_STREAM_PREFIX_FP16 4
-#define FKV_STREAM_GROUP 16 /* channels that share one exponent base */
 #endif

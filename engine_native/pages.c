@@ -150,14 +150,14 @@ static uint64_t packer_choose(packer *p, const fkv_plane_row *plane, uint8_t *pa
             *mode = (uint8_t)prefix;
             /* The other code can't take less than its rows without escapes. */
             if (prefix_bits + prefix_more
-                <= 8 * tokens * fkv_fxp_row_bytes(bytes, fixed) + fixed_more)
+                <= 8 * tokens * fxp_row_bytes(bytes / 2, fp16) + fixed_more)
                 return prefix_bits;
         }
-        uint8_t bases[PREFIX_VALUES_MAX / FKV_STREAM_GROUP];
-        fkv_fxp_choose(p->rows, tokens, bytes, fixed, bases);
-        bits = packer_costs(p, plane, fixed, bases, 0, tokens);
+        uint8_t chosen[1 + FXP_VALUES_MAX / 2];
+        fkv_fxp_choose(p->rows, tokens, bytes, fixed, chosen);
+        bits = packer_costs(p, plane, fixed, chosen, 0, tokens);
         if (bits < plain_bits && bits + fixed_more <= prefix_bits + prefix_more) {
-            memcpy(parameters, bases, fkv_stream_parameters(bytes, fixed));
+            memcpy(parameters, chosen, fkv_stream_parameters(bytes, fixed));
             *mode = (uint8_t)fixed;
             return bits;
         }

@@ -62,14 +62,14 @@ static inline bool fkv_plane_halves(const fkv_plane_row *plane)
 {
     return plane->dtype == FKV_DTYPE_BF16 || plane->dtype == FKV_DTYPE_FP16;
 }
-/* Bytes of parameters that a stream of this mode has: exponent bases of groups of channels, or a
- * base and a byte for each channel. */
+/* Bytes of parameters that a stream of this mode has: a base, and a nibble or a byte for each
+ * channel. */
 static inline uint32_t fkv_stream_parameters(uint32_t vector_bytes, uint32_t mode)
 {
     if (mode == FKV_STREAM_PLAIN) return 0;
     if (mode == FKV_STREAM_PREFIX_BF16 || mode == FKV_STREAM_PREFIX_FP16)
         return 1 + vector_bytes / 2;
-    return (vector_bytes / 2 + FKV_STREAM_GROUP - 1) / FKV_STREAM_GROUP;
+    return 1 + (vector_bytes / 2 + 1) / 2;
 }
 bool fkv_geometry_valid(const fkv_geometry *geometry);
 bool fkv_geometry_codable(const fkv_geometry *geometry);

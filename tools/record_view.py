@@ -354,4 +354,4 @@ def _parameters(vector_bytes: int, mode: int) -> int:
         return 0
     if mode in (lib.FKV_STREAM_PREFIX_BF16, lib.FKV_STREAM_PREFIX_FP16):
         return 1 + vector_bytes // 2
-    return int(-(-(vector_bytes // 2) // lib.FKV_STREAM_GROUP))
+    return 1 + -(-(vector_bytes // 2) // 2)

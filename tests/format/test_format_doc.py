@@ -67,17 +67,17 @@ def test_worked_example() -> None:
     rows = re.findall(r"^\| [-\d.]+ \| ([0-9A-F]{4}) \| \d+ \| [0-9A-F]{2} \|", DOC, re.MULTILINE)
     values = np.array([int(row, 16) for row in rows], np.uint16)
     line = re.search(r"^stripe: ([0-9A-F |]+?) {4,}", DOC, re.MULTILINE)
-    base = re.search(r"^Base (\d+) ", DOC, re.MULTILINE)
+    chosen = re.search(r"with parameters `([0-9A-F ]+)`", DOC)
     assert len(values) == 8
     assert line
-    assert base
+    assert chosen
     expected = bytes.fromhex(line[1].replace("|", ""))
-    bases, out = np.zeros(1, np.uint8), np.zeros(64, np.uint8)
+    parameters = np.array([int(byte, 16) for byte in chosen[1].split()], np.uint8)
+    out = np.zeros(64, np.uint8)
     addresses = np.array([address(values)], np.uint64)
     arguments = (pointer(addresses, "uint64_t *"), 1, 16, lib.FKV_STREAM_FXP_BF16)
-    lib.fkv_fxp_choose(*arguments, pointer(bases, "uint8_t *"))
-    assert bases[0] == int(base[1])
-    length = lib.fkv_fxp_encode(*arguments, pointer(bases, "uint8_t *"), pointer(out, "uint8_t *"))
+    chosen_pointer = pointer(parameters, "uint8_t *")
+    length = lib.fkv_fxp_encode(*arguments, chosen_pointer, pointer(out, "uint8_t *"))
     assert out[:length].tobytes() == expected
 
 

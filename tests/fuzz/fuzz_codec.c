@@ -1,9 +1,9 @@
 /* fuzz_codec.c: stripes that no encoder wrote, on both code paths.
  *
  * Input: mode, count of rows, values a row (16 bits), which rows are wanted (8 bits, repeated), the
- * exponent bases, the stripe.
- * Promises: nothing outside stripe, bases and rows is touched; the paths agree in verdict and bytes;
- * what was decoded, encoded again with the same bases, decodes to the same rows.
+ * parameters, the stripe.
+ * Promises: nothing outside stripe, parameters and rows is touched; the paths agree in verdict and bytes;
+ * what was decoded, encoded again with the same parameters, decodes to the same rows.
  */
 #include "fuzz_rows.h"
 
@@ -41,7 +41,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     stripe_shape s = {.mode = take8(&in) % 4u, .count = take8(&in) % (ROWS_MAX + 1)};
     s.vector_bytes = s.mode == FKV_STREAM_PLAIN ? take16(&in) % 2049u : take16(&in) % 1025u * 2;
     s.wanted = take8(&in);
-    s.parameters_bytes = (s.vector_bytes / 2 + FKV_STREAM_GROUP - 1) / FKV_STREAM_GROUP;
+    s.parameters_bytes = 1 + (s.vector_bytes / 2 + 1) / 2;
     s.parameters = exactly(s.parameters_bytes);
     take(&in, s.parameters, s.parameters_bytes);
     size_t length;

@@ -111,18 +111,19 @@ def stripes() -> Iterator[tuple[bytes, bytes]]:
     for mode, rows, values in [(1, 3, 8), (2, 4, 21), (1, 9, 64), (2, 2, 100), (1, 1, 300)]:
         bits = np.ascontiguousarray(vectors(rng, mode, rows, values))
         starts = np.array([bits.ctypes.data + r * 2 * values for r in range(rows)], np.uint64)
-        bases, out = np.zeros(-(-values // 16), np.uint8), np.zeros(rows * values * 3, np.uint8)
+        parameters = np.zeros(1 + (values + 1) // 2, np.uint8)
+        out = np.zeros(rows * values * 3, np.uint8)
         args = (pointer(starts, "uint64_t *"), rows, 2 * values, mode)
-        lib.fkv_fxp_choose(*args, pointer(bases, "uint8_t *"))
+        lib.fkv_fxp_choose(*args, pointer(parameters, "uint8_t *"))
         room = pointer(out, "uint8_t *")
-        length = lib.fkv_fxp_encode(*args, pointer(bases, "uint8_t *"), room)
+        length = lib.fkv_fxp_encode(*args, pointer(parameters, "uint8_t *"), room)
         head = struct.pack("<BBHB", mode, rows, values, 0xFF)
         yield (
-            head + bases.tobytes() + out[:length].tobytes(),
+            head + parameters.tobytes() + out[:length].tobytes(),
             struct.pack("<BH", mode, values - 1) + bits.tobytes(),
         )
     plain = rng.integers(0, 256, 60).astype(np.uint8).tobytes()
-    yield struct.pack("<BBHB", 0, 3, 20, 0xFF) + bytes(1) + plain, struct.pack("<BH", 0, 9) + plain
+    yield struct.pack("<BBHB", 0, 3, 20, 0xFF) + bytes(6) + plain, struct.pack("<BH", 0, 9) + plain
 
 
 def prefix_stripes() -> Iterator[bytes]:
