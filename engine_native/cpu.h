@@ -8,7 +8,7 @@
 #include <stdbool.h>
 
 typedef struct {
-    bool sse42, avx2, sha_ni;
+    bool sse42, avx2, sha_ni, vpclmul;
 } fkv_cpu;
 extern fkv_cpu fkv_cpu_has;
 #endif

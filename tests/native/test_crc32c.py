@@ -1,4 +1,4 @@
-"""CRC-32C against an independent implementation, on both code paths."""
+"""CRC-32C against an independent implementation, on every code path."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BASE = ffi.from_buffer("uint8_t[]", CONTENT)
 PAGE_BYTES = 4096
 
 
-@pytest.fixture(params=[0, 1], ids=["portable", "simd"])
+@pytest.fixture(params=[0, 1, 2], ids=["portable", "best", "without folding"])
 def level(request: pytest.FixtureRequest) -> Iterator[int]:
     lib.fkv_use_simd(request.param)
     yield request.param
