@@ -87,8 +87,8 @@ static uint32_t best_base(const uint64_t *rows, uint32_t count, uint32_t channel
         if (exponent < limit && exponent > *top) *top = exponent;
     }
     for (uint32_t r = 0; r < count; r += stride) {
-        uint32_t below = *top - exponent_of(load16((const uint8_t *)(uintptr_t)rows[r] + 2 * channel),
-                                            fp16);
+        uint32_t below =
+            *top - exponent_of(load16((const uint8_t *)(uintptr_t)rows[r] + 2 * channel), fp16);
         if (below < FXP_BINS) bins[below]++;
     }
     /* A window that begins one above the top has room for rows that weren't looked at. */

@@ -110,8 +110,8 @@ typedef struct {
 } samples;
 
 /* Exponents of 32 channels of the rows that count; returns each channel's highest. */
-INLINE __m256i take_samples(const uint64_t *rows, uint32_t count, uint32_t channel,
-                            uint32_t in_use, bool fp16, samples *s)
+INLINE __m256i take_samples(const uint64_t *rows, uint32_t count, uint32_t channel, uint32_t in_use,
+                            bool fp16, samples *s)
 {
     const uint32_t stride = fxp_sample_stride(count);
     __m256i top = _mm256_setzero_si256();
@@ -169,8 +169,8 @@ INLINE uint32_t best_bases(const __m256i bins[FXP_BINS], __m256i top, uint32_t c
     const __m256i half = _mm256_set1_epi8((char)((count + 1) / 2));
     const __m256i many = _mm256_cmpeq_epi8(_mm256_max_epu8(kept, half), kept);
     const __m256i deep = _mm256_set1_epi8(FXP_BINS);
-    const __m256i other = _mm256_andnot_si256(
-        many, _mm256_cmpeq_epi8(_mm256_max_epu8(top, deep), top));
+    const __m256i other =
+        _mm256_andnot_si256(many, _mm256_cmpeq_epi8(_mm256_max_epu8(top, deep), top));
     return (uint32_t)_mm256_movemask_epi8(reorder(other));
 }
 
@@ -235,8 +235,8 @@ INLINE void costs_of(const uint64_t *rows, uint32_t count, uint32_t values, bool
         uint32_t cost = fixed, mask;
         for (uint32_t i = 0; i < whole; i += STEP) {
             __m256i exponent = exponents(load(row + 2 * i), load(row + 2 * i + STEP), fp16);
-            cost += (uint32_t)_mm_popcnt_u32(
-                mask_of_7(codes_of(reorder(load(bases + i)), exponent)));
+            cost +=
+                (uint32_t)_mm_popcnt_u32(mask_of_7(codes_of(reorder(load(bases + i)), exponent)));
         }
         for (uint32_t i = whole; i < values; i += FXP_PART) {
             part_codes(row + 2 * i, values - i, fp16, bases + i, &mask);
@@ -291,16 +291,15 @@ INLINE uint64_t encode_group(const uint8_t *row, bool fp16, const uint8_t *bases
         mask |= (uint64_t)mask_of_7(code[h]) << STEP * h;
         if (fp16) {
             __m256i top = _mm256_packus_epi16(_mm256_srli_epi16(a, 8), _mm256_srli_epi16(b, 8));
-            high[h] = _mm256_or_si256(
-                _mm256_and_si256(top, _mm256_set1_epi8(3)),
-                _mm256_and_si256(_mm256_srli_epi16(top, 5), _mm256_set1_epi8(4)));
+            high[h] =
+                _mm256_or_si256(_mm256_and_si256(top, _mm256_set1_epi8(3)),
+                                _mm256_and_si256(_mm256_srli_epi16(top, 5), _mm256_set1_epi8(4)));
         } else { /* the sign comes to the low end */
             a = _mm256_or_si256(_mm256_add_epi16(a, a), _mm256_srli_epi16(a, 15));
             b = _mm256_or_si256(_mm256_add_epi16(b, b), _mm256_srli_epi16(b, 15));
         }
-        store(low_out + STEP * h,
-              reorder(_mm256_packus_epi16(_mm256_and_si256(a, low_byte),
-                                          _mm256_and_si256(b, low_byte))));
+        store(low_out + STEP * h, reorder(_mm256_packus_epi16(_mm256_and_si256(a, low_byte),
+                                                              _mm256_and_si256(b, low_byte))));
     }
     put_words(codes, code[0], code[1]);
     if (fp16) put_words(high_out, high[0], high[1]);
@@ -336,8 +335,8 @@ INLINE uint32_t encode_part(const uint8_t *row, uint32_t in_use, bool fp16, cons
         a = _mm_or_si128(_mm_add_epi16(a, a), _mm_srli_epi16(a, 15));
         b = _mm_or_si128(_mm_add_epi16(b, b), _mm_srli_epi16(b, 15));
     }
-    _mm_storeu_si128((__m128i *)copy, _mm_packus_epi16(_mm_and_si128(a, low_byte),
-                                                       _mm_and_si128(b, low_byte)));
+    _mm_storeu_si128((__m128i *)copy,
+                     _mm_packus_epi16(_mm_and_si128(a, low_byte), _mm_and_si128(b, low_byte)));
     memcpy(low_out, copy, there);
     return mask;
 }
@@ -524,15 +523,14 @@ INLINE const uint8_t *decode(const uint8_t *in, uint32_t length, uint32_t count,
         uint32_t i = 0;
         for (; i + FXP_GROUP <= values; i += FXP_GROUP, codes += FXP_GROUP_BYTES) {
             uint8_t *to = row ? row + 2 * i : NULL;
-            uint64_t mask =
-                decode_group(in + i, codes, codes + code_bytes, fp16, bases + i, to);
+            uint64_t mask = decode_group(in + i, codes, codes + code_bytes, fp16, bases + i, to);
             if (wait_for(&list, to, mask) && !(escapes = patch(&list, fp16, escapes, end)))
                 return NULL;
         }
         for (; i < values; i += FXP_PART, codes += FXP_PART_BYTES) {
             uint8_t *to = row ? row + 2 * i : NULL;
-            uint64_t mask = decode_part(in + i, values - i, codes, codes + code_bytes, fp16,
-                                        bases + i, to);
+            uint64_t mask =
+                decode_part(in + i, values - i, codes, codes + code_bytes, fp16, bases + i, to);
             if (wait_for(&list, to, mask) && !(escapes = patch(&list, fp16, escapes, end)))
                 return NULL;
         }

@@ -486,6 +486,12 @@ void fkv_prefix_costs(const uint64_t *rows, uint32_t count, uint32_t vector_byte
                       const uint8_t *parameters, uint16_t *bits);
 uint32_t fkv_prefix_encode(const uint64_t *rows, uint32_t count, uint32_t vector_bytes,
                            uint32_t mode, const uint8_t *parameters, uint8_t *out);
+/* Its parameters as a header may keep them: `out` has room for 2 + values + values / 2 bytes; returns how
+ * many it is. */
+uint32_t fkv_prefix_pack(const uint8_t *parameters, uint32_t values, uint8_t *out);
+/* Bytes of packed parameters; 0 where they are more than `room`. */
+uint32_t fkv_prefix_packed_bytes(const uint8_t *packed, uint64_t room, uint32_t values);
+void fkv_prefix_unpack(const uint8_t *packed, uint32_t values, uint8_t *parameters);
 int fkv_prefix_decode(const uint8_t *in, uint32_t length, uint32_t count, uint32_t vector_bytes,
                       uint32_t mode, const uint8_t *parameters, const uint64_t *rows);
 #endif

@@ -31,6 +31,9 @@ typedef struct {
     uint32_t *stream_offsets; /* [streams]: into parts->streams */
     uint32_t stream_end;      /* of parts->streams in use */
     prefix_plan plan;         /* of the stream at hand, in the prefix modes */
+    uint8_t parameters[1 + PREFIX_VALUES_MAX];     /* of the stream at hand */
+    uint8_t packed[2 + PREFIX_VALUES_MAX * 3 / 2]; /* the same, packed */
+    uint32_t packed_bytes;
 } packer;
 
 void fkv_parts_free(fkv_record_parts *parts)
@@ -73,24 +76,19 @@ static void packer_rows(packer *p, const fkv_plane_row *plane, uint32_t entry, u
     }
 }
 
-static bool is_prefix(uint32_t mode)
-{
-    return mode == FKV_STREAM_PREFIX_BF16 || mode == FKV_STREAM_PREFIX_FP16;
-}
-
 /* Sets the bits of each token's vector, and the plan of a prefix mode; returns their sum. */
-static uint64_t packer_costs(packer *p, const fkv_plane_row *plane, uint32_t mode,
-                             const uint8_t *parameters, uint32_t first, uint32_t count)
+static uint64_t packer_costs(packer *p, const fkv_plane_row *plane, uint32_t mode, uint32_t first,
+                             uint32_t count)
 {
     uint32_t bytes = plane->vector_bytes;
     uint64_t total = 0;
-    if (is_prefix(mode)) {
-        bool made = fkv_prefix_plan_make(&p->plan, parameters, bytes, mode);
+    if (fkv_mode_is_prefix(mode)) {
+        bool made = fkv_prefix_plan_make(&p->plan, p->parameters, bytes, mode);
         assert(made);
         (void)made;
         fkv_prefix_plan_costs(p->rows + first, count, &p->plan, p->costs + first);
     } else {
-        fkv_fxp_costs(p->rows + first, count, bytes, mode, parameters, p->costs + first);
+        fkv_fxp_costs(p->rows + first, count, bytes, mode, p->parameters, p->costs + first);
         for (uint32_t t = first; t < first + count; t++) p->costs[t] = (uint16_t)(8 * p->costs[t]);
     }
     for (uint32_t t = first; t < first + count; t++) total += p->costs[t];
@@ -109,14 +107,14 @@ static uint32_t packer_fit(const packer *p, uint32_t first, uint32_t end, uint32
 }
 
 static int packer_stripe(packer *p, const fkv_plane_row *plane, const fkv_stream_row *stream,
-                         const uint8_t *parameters, uint32_t first, uint32_t count, bool new_page)
+                         uint32_t first, uint32_t count, bool new_page)
 {
     if (p->shape->stripes >= p->stripe_room || p->page > p->page_room) return FKV_TOO_LARGE;
     uint8_t *out = p->payload + (uint64_t)(p->page - 1) * FKV_PAGE_BYTES + p->offset;
-    uint32_t length = is_prefix(stream->mode)
+    uint32_t length = fkv_mode_is_prefix(stream->mode)
                           ? fkv_prefix_plan_encode(p->rows + first, count, &p->plan, out)
                           : fkv_fxp_encode(p->rows + first, count, plane->vector_bytes,
-                                           stream->mode, parameters, out);
+                                           stream->mode, p->parameters, out);
     p->parts->stripes[p->shape->stripes++] = length | count << 13 | (uint32_t)new_page << 24;
     p->offset += length;
     return FKV_OK;
@@ -130,75 +128,104 @@ static void packer_close_page(packer *p)
     p->shape->payload_pages = p->page;
 }
 
+/* Bytes that the parameters of a prefix mode take in the header. */
+static uint32_t packer_pack(packer *p, uint32_t vector_bytes)
+{
+    const uint32_t bytes = 1 + vector_bytes / 2;
+    p->packed_bytes = fkv_prefix_pack(p->parameters, vector_bytes / 2, p->packed);
+    return p->packed_bytes < bytes ? p->packed_bytes : bytes;
+}
+
 /* The mode that takes fewest bits, its parameters and its costs; returns their sum. What the
  * parameters take in the header counts. */
-static uint64_t packer_choose(packer *p, const fkv_plane_row *plane, uint8_t *parameters,
-                              uint8_t *mode)
+static uint64_t packer_choose(packer *p, const fkv_plane_row *plane, uint8_t *mode)
 {
     const uint32_t tokens = p->shape->tokens, bytes = plane->vector_bytes;
     const bool fp16 = plane->dtype == FKV_DTYPE_FP16;
     const uint32_t prefix = fp16 ? FKV_STREAM_PREFIX_FP16 : FKV_STREAM_PREFIX_BF16,
                    fixed = fp16 ? FKV_STREAM_FXP_FP16 : FKV_STREAM_FXP_BF16;
-    const uint32_t prefix_more = 8 * fkv_stream_parameters(bytes, prefix),
-                   fixed_more = 8 * fkv_stream_parameters(bytes, fixed);
+    const uint32_t fixed_more = 8 * fkv_stream_parameters(bytes, fixed);
     const uint64_t plain_bits = 8 * (uint64_t)tokens * bytes;
-    uint64_t prefix_bits = UINT64_MAX - prefix_more, bits;
+    uint64_t prefix_bits = UINT64_MAX, bits;
+    uint8_t prefix_parameters[sizeof p->parameters];
     if (fkv_plane_halves(plane)) {
         if (p->shape->prefix) {
-            fkv_prefix_choose(p->rows, tokens, bytes, prefix, parameters);
-            prefix_bits = packer_costs(p, plane, prefix, parameters, 0, tokens);
+            fkv_prefix_choose(p->rows, tokens, bytes, prefix, p->parameters);
+            bits = packer_costs(p, plane, prefix, 0, tokens);
+            prefix_bits = bits + 8 * packer_pack(p, bytes);
             *mode = (uint8_t)prefix;
             /* The other code can't take less than its rows without escapes. */
-            if (prefix_bits + prefix_more
-                <= 8 * tokens * fxp_row_bytes(bytes / 2, fp16) + fixed_more)
-                return prefix_bits;
+            if (prefix_bits <= 8 * tokens * fxp_row_bytes(bytes / 2, fp16) + fixed_more)
+                return bits;
+            memcpy(prefix_parameters, p->parameters, 1 + bytes / 2);
         }
-        uint8_t chosen[1 + FXP_VALUES_MAX / 2];
-        fkv_fxp_choose(p->rows, tokens, bytes, fixed, chosen);
-        bits = packer_costs(p, plane, fixed, chosen, 0, tokens);
-        if (bits < plain_bits && bits + fixed_more <= prefix_bits + prefix_more) {
-            memcpy(parameters, chosen, fkv_stream_parameters(bytes, fixed));
+        fkv_fxp_choose(p->rows, tokens, bytes, fixed, p->parameters);
+        bits = packer_costs(p, plane, fixed, 0, tokens);
+        if (bits < plain_bits && bits + fixed_more <= prefix_bits) {
             *mode = (uint8_t)fixed;
             return bits;
         }
-        if (prefix_bits + prefix_more < plain_bits)
-            return packer_costs(p, plane, prefix, parameters, 0, tokens);
+        if (prefix_bits < plain_bits) {
+            memcpy(p->parameters, prefix_parameters, 1 + bytes / 2);
+            return packer_costs(p, plane, prefix, 0, tokens);
+        }
     }
     *mode = FKV_STREAM_PLAIN;
-    return packer_costs(p, plane, FKV_STREAM_PLAIN, parameters, 0, tokens);
+    return packer_costs(p, plane, FKV_STREAM_PLAIN, 0, tokens);
+}
+
+/* The stream's row, and behind it the parameters as they take fewest bytes. */
+static void packer_row(packer *p, const fkv_plane_row *plane, uint32_t stream_index,
+                       fkv_stream_row *stream)
+{
+    uint8_t *row = p->parts->streams + p->stream_end;
+    uint32_t bytes = fkv_stream_parameters(plane->vector_bytes, stream->mode);
+    stream->packed = fkv_mode_is_prefix(stream->mode) && p->packed_bytes < bytes;
+    if (stream->packed) bytes = p->packed_bytes;
+    memcpy(row, stream, sizeof *stream);
+    memcpy(row + sizeof *stream, stream->packed ? p->packed : p->parameters, bytes);
+    p->stream_offsets[stream_index] = p->stream_end;
+    p->stream_end += (uint32_t)sizeof *stream + bytes;
+}
+
+/* The row of a stream again, and its parameters. */
+static fkv_stream_row packer_row_again(packer *p, const fkv_plane_row *plane, uint32_t stream_index)
+{
+    fkv_stream_row stream;
+    const uint8_t *row = p->parts->streams + p->stream_offsets[stream_index];
+    memcpy(&stream, row, sizeof stream);
+    row += sizeof stream;
+    if (stream.packed)
+        fkv_prefix_unpack(row, plane->vector_bytes / 2, p->parameters);
+    else
+        memcpy(p->parameters, row, fkv_stream_parameters(plane->vector_bytes, stream.mode));
+    return stream;
 }
 
 /* Chooses the stream's mode and writes its full pages. */
 static int packer_full_pages(packer *p, const fkv_plane_row *plane, uint32_t stream_index)
 {
     fkv_stream_row stream = {0};
-    uint8_t *row = p->parts->streams + p->stream_end, *parameters = row + sizeof stream;
     uint32_t tokens = p->shape->tokens, first = 0, bits;
-    uint64_t total = packer_choose(p, plane, parameters, &stream.mode);
+    uint64_t total = packer_choose(p, plane, &stream.mode);
     while (total > 8 * FKV_PAGE_BYTES) {
         uint32_t count = packer_fit(p, first, tokens, FKV_PAGE_BYTES, &bits);
         p->page++, p->offset = 0;
-        int status = packer_stripe(p, plane, &stream, parameters, first, count, true);
+        int status = packer_stripe(p, plane, &stream, first, count, true);
         if (status != FKV_OK) return status;
         packer_close_page(p);
         first += count, total -= bits, stream.full_stripes++;
     }
     p->left_first[stream_index] = first;
-    p->stream_offsets[stream_index] = p->stream_end;
-    memcpy(row, &stream, sizeof stream);
-    p->stream_end +=
-        (uint32_t)sizeof stream + fkv_stream_parameters(plane->vector_bytes, stream.mode);
+    packer_row(p, plane, stream_index, &stream);
     return FKV_OK;
 }
 
 static int packer_shared(packer *p, const fkv_plane_row *plane, uint32_t stream_index)
 {
-    fkv_stream_row stream;
-    const uint8_t *row = p->parts->streams + p->stream_offsets[stream_index],
-                  *parameters = row + sizeof stream;
-    memcpy(&stream, row, sizeof stream);
+    const fkv_stream_row stream = packer_row_again(p, plane, stream_index);
     uint32_t tokens = p->shape->tokens, first = p->left_first[stream_index], bits;
-    packer_costs(p, plane, stream.mode, parameters, first, tokens - first);
+    packer_costs(p, plane, stream.mode, first, tokens - first);
     while (first < tokens) {
         bool new_page = false;
         uint32_t count =
@@ -209,7 +236,7 @@ static int packer_shared(packer *p, const fkv_plane_row *plane, uint32_t stream_
             p->page++, p->offset = 0;
             count = packer_fit(p, first, tokens, FKV_PAGE_BYTES, &bits);
         }
-        int status = packer_stripe(p, plane, &stream, parameters, first, count, new_page);
+        int status = packer_stripe(p, plane, &stream, first, count, new_page);
         if (status != FKV_OK) return status;
         first += count;
     }

@@ -209,6 +209,16 @@ static bool mode_fits(uint32_t mode, uint32_t dtype, uint32_t codec)
     }
 }
 
+/* Of a stream whose row lies at `row`; more than `room` where they can't be right. */
+static uint64_t parameters_bytes(const fkv_stream_row *fields, const fkv_plane_row *plane,
+                                 const uint8_t *row, uint64_t room)
+{
+    if (!fields->packed) return fkv_stream_parameters(plane->vector_bytes, fields->mode);
+    if (fields->packed != 1 || !fkv_mode_is_prefix(fields->mode)) return UINT64_MAX;
+    uint32_t bytes = fkv_prefix_packed_bytes(row + sizeof *fields, room, plane->vector_bytes / 2);
+    return bytes ? bytes : UINT64_MAX;
+}
+
 /* Streams in their order: offsets of their rows, and which (plane, layer) each belongs to. */
 static bool decode_streams(fkv_header *h, const tlv_view *t, uint64_t *full_total)
 {
@@ -231,11 +241,11 @@ static bool decode_streams(fkv_header *h, const tlv_view *t, uint64_t *full_tota
                 const uint8_t *row = t[FKV_TLV_STREAMS].data + at;
                 fkv_stream_row fields;
                 memcpy(&fields, row, sizeof fields);
-                if (fields.reserved || !mode_fits(fields.mode, plane->dtype, h->fixed.codec))
-                    return false;
+                if (!mode_fits(fields.mode, plane->dtype, h->fixed.codec)) return false;
+                at += sizeof fields;
                 uint64_t size =
-                    sizeof fields + fkv_stream_parameters(plane->vector_bytes, fields.mode);
-                if (at + size > t[FKV_TLV_STREAMS].length) return false;
+                    parameters_bytes(&fields, plane, row, t[FKV_TLV_STREAMS].length - at);
+                if (size > t[FKV_TLV_STREAMS].length - at) return false;
                 *full_total += fields.full_stripes;
                 h->stream_offsets[stream] = (uint32_t)(row - h->bytes);
                 h->stream_entries[stream] = (uint16_t)entry;
@@ -311,7 +321,8 @@ static bool fields_known(const fkv_record_header *f)
     bool data = f->kind == FKV_KIND_DATA;
     uint32_t flags = data && f->codec == FKV_CODEC_RAW ? FKV_RECORD_INLINE | FKV_RECORD_ALIGNED : 0;
     uint32_t tables = data && f->codec == FKV_CODEC_LOSSLESS ? FKV_TABLE_SET : 0;
-    return f->sequence < FKV_COUNT_END && f->table_set == tables && f->fidelity == FKV_FIDELITY_EXACT && !(f->flags & ~flags)
+    return f->sequence < FKV_COUNT_END && f->table_set == tables
+           && f->fidelity == FKV_FIDELITY_EXACT && !(f->flags & ~flags)
            && f->codec_version == (data ? 1 : 0);
 }
 

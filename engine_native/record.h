@@ -19,9 +19,9 @@
 
 typedef struct {
     uint8_t mode;
-    uint8_t reserved;
+    uint8_t packed; /* 1: the parameters are packed, prefix modes only */
     uint16_t full_stripes;
-    /* fkv_stream_parameters() bytes follow */
+    /* the parameters follow: fkv_stream_parameters() bytes, or fkv_prefix_packed_bytes() */
 } fkv_stream_row;
 
 typedef struct fkv_header {
@@ -62,13 +62,16 @@ static inline bool fkv_plane_halves(const fkv_plane_row *plane)
 {
     return plane->dtype == FKV_DTYPE_BF16 || plane->dtype == FKV_DTYPE_FP16;
 }
+static inline bool fkv_mode_is_prefix(uint32_t mode)
+{
+    return mode == FKV_STREAM_PREFIX_BF16 || mode == FKV_STREAM_PREFIX_FP16;
+}
 /* Bytes of parameters that a stream of this mode has: a base, and a nibble or a byte for each
  * channel. */
 static inline uint32_t fkv_stream_parameters(uint32_t vector_bytes, uint32_t mode)
 {
     if (mode == FKV_STREAM_PLAIN) return 0;
-    if (mode == FKV_STREAM_PREFIX_BF16 || mode == FKV_STREAM_PREFIX_FP16)
-        return 1 + vector_bytes / 2;
+    if (fkv_mode_is_prefix(mode)) return 1 + vector_bytes / 2;
     return 1 + (vector_bytes / 2 + 1) / 2;
 }
 bool fkv_geometry_valid(const fkv_geometry *geometry);

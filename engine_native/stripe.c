@@ -12,11 +12,15 @@ bool fkv_stripe_decode(const fkv_header *h, const fkv_stripe *s, uint32_t vector
     fkv_stream_row stream;
     const uint8_t *row = h->bytes + h->stream_offsets[s->stream], *parameters = row + sizeof stream;
     memcpy(&stream, row, sizeof stream);
-    if (stream.mode != FKV_STREAM_PREFIX_BF16 && stream.mode != FKV_STREAM_PREFIX_FP16)
+    if (!fkv_mode_is_prefix(stream.mode))
         return fkv_fxp_decode(in, s->length, s->tokens, vector_bytes, stream.mode, parameters, rows)
                == 0;
     if (last->stream != s->stream) {
         last->stream = FKV_NO_STREAM;
+        if (stream.packed) {
+            fkv_prefix_unpack(parameters, vector_bytes / 2, last->parameters);
+            parameters = last->parameters;
+        }
         if (!fkv_prefix_plan_make(&last->plan, parameters, vector_bytes, stream.mode)) return false;
         last->stream = s->stream;
     }

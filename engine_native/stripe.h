@@ -13,6 +13,7 @@
 typedef struct {
     uint32_t stream; /* FKV_NO_STREAM: none */
     prefix_plan plan;
+    uint8_t parameters[1 + PREFIX_VALUES_MAX]; /* of a stream that has them packed */
 } fkv_last_plan;
 #define FKV_NO_STREAM UINT32_MAX
 

@@ -28,7 +28,7 @@ BLOCK_ROW: Final = dtype_of("fkv_block_row")
 PLANE_ROW: Final = dtype_of("fkv_plane_row")
 ORDER_ROW: Final = dtype_of("fkv_order_row")
 STRIPE: Final = dtype_of("fkv_stripe")
-STREAM_ROW: Final = struct.Struct("<BBH")  # mode, reserved, full stripes; parameters follow
+STREAM_ROW: Final = struct.Struct("<BBH")  # mode, packed, full stripes; parameters follow
 
 CODEC_NAMES: Final = {
     lib.FKV_CODEC_RAW: "raw",
@@ -93,7 +93,7 @@ class PlaneFacts:
 
 @dataclass(frozen=True)
 class StreamFacts:
-    """One (layer, plane, head). parameters: of its code: exponent bases, or a byte a channel."""
+    """One (layer, plane, head). parameters: of its code, unpacked."""
 
     stream: int
     layer: int
@@ -232,17 +232,15 @@ class HeaderView:
         for stream, (layer, plane, head, row) in enumerate(self._stream_places()):
             if not data:
                 break
-            mode, _, full = STREAM_ROW.unpack_from(data, at)
-            parameters = _parameters(int(row["vector_bytes"]), mode)
+            mode, packed, full = STREAM_ROW.unpack_from(data, at)
             at += STREAM_ROW.size
+            parameters, taken = _parameters(data[at:], int(row["vector_bytes"]), mode, packed)
             role = _ROLES.get(int(row["role"]), str(row["role"]))
             name = MODE_NAMES.get(mode, str(mode))
             found.append(
-                StreamFacts(
-                    stream, layer, plane, role, head, name, full, data[at : at + parameters]
-                )
+                StreamFacts(stream, layer, plane, role, head, name, full, parameters)
             )
-            at += parameters
+            at += taken
         return found
 
     def stripes(self) -> list[StripeFacts]:
@@ -348,10 +346,16 @@ def flag_names(flags: int) -> str:
     return " ".join(names)
 
 
-def _parameters(vector_bytes: int, mode: int) -> int:
-    """Bytes of parameters behind a stream's row."""
+def _parameters(data: bytes, vector_bytes: int, mode: int, packed: int) -> tuple[bytes, int]:
+    """A stream's parameters, unpacked, and the bytes that they take at the start of data."""
+    values = vector_bytes // 2
     if mode == lib.FKV_STREAM_PLAIN:
-        return 0
-    if mode in (lib.FKV_STREAM_PREFIX_BF16, lib.FKV_STREAM_PREFIX_FP16):
-        return 1 + vector_bytes // 2
-    return 1 + -(-(vector_bytes // 2) // 2)
+        return b"", 0
+    if mode not in (lib.FKV_STREAM_PREFIX_BF16, lib.FKV_STREAM_PREFIX_FP16):
+        taken = 1 + (values + 1) // 2
+        return data[:taken], taken
+    if not packed:
+        return data[: 1 + values], 1 + values
+    unpacked = ffi.new("uint8_t[]", 1 + values)
+    lib.fkv_prefix_unpack(data, values, unpacked)
+    return bytes(unpacked), int(lib.fkv_prefix_packed_bytes(data, len(data), values))

@@ -31,7 +31,7 @@ COMMON = {
 }
 GOLDEN = {
     "raw": {**COMMON, "segments/00000000.seg": "893ee5151c280880"},
-    "lossless": {**COMMON, "segments/00000000.seg": "251436b3f8672c5f"},
+    "lossless": {**COMMON, "segments/00000000.seg": "004703797c8e2186"},
     "fast": {**COMMON, "segments/00000000.seg": "aa68868ab14a05ad"},
 }
 

@@ -29,9 +29,13 @@ static void touch_streams(const fkv_header *h)
         stripes += full[1] - full[0] + rest[1] - rest[0];
         const fkv_plane_row *plane =
             &h->geometry.planes[fkv_entry_plane(&h->geometry, h->stream_entries[i])];
-        uint32_t mode = h->bytes[h->stream_offsets[i]];
-        for (uint32_t b = 0; b < fkv_stream_parameters(plane->vector_bytes, mode); b++)
-            sum += h->bytes[h->stream_offsets[i] + sizeof(fkv_stream_row) + b];
+        fkv_stream_row row;
+        const uint8_t *parameters = h->bytes + h->stream_offsets[i] + sizeof row;
+        memcpy(&row, parameters - sizeof row, sizeof row);
+        uint8_t unpacked[1 + FKV_CODABLE_VECTOR_MAX / 2];
+        if (row.packed) fkv_prefix_unpack(parameters, plane->vector_bytes / 2, unpacked);
+        for (uint32_t b = 0; b < fkv_stream_parameters(plane->vector_bytes, row.mode); b++)
+            sum += row.packed ? unpacked[b] : parameters[b];
     }
     PROMISE(stripes == h->stripe_count || sum == UINT64_MAX);
 }
