@@ -60,7 +60,7 @@ class Course:
         self.version = 0
         self.errors: list[FlashKVError] = []
         self.evicted_blocks = self.sealed_segments = self.failed_syncs = 0
-        self.opened: list[int] = []  # positions at which a handle was open
+        self.opened: list[int] = []  # positions at which opening a handle began
         self.faults = faults
         self._options = options(
             codec="lossless", bloom=seed % 2 == 0, free_floor_bytes=None
@@ -138,7 +138,8 @@ class Course:
 
         What it shows then is durable.
         """
-        begun, hits = self.position, self.faults.hits()
+        begun = opening = self.position
+        hits = self.faults.hits()
         self.account.mark(begun)
         try:
             self._store = self._opened()
@@ -146,6 +147,7 @@ class Course:
             self._failed(error)
             self.check_descriptors()
             self.faults.end()
+            opening = self.position
             self._store = self._opened()
         shown = self._shown(ALL_KEYS)
         found = self._look(hits)
@@ -157,7 +159,7 @@ class Course:
         self.account.is_durable(self.position)
         self.account.allowed.update(unread)  # gone, and durably with the next flush
         self.account.mark(self.position)
-        self.opened.append(self.position)
+        self.opened.append(opening)
 
     def _opened(self) -> Store:
         given = (None, None) if self.opened else (CAPACITY, GEOMETRY)
