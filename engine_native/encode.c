@@ -27,11 +27,9 @@ static uint64_t stream_bytes_max(const fkv_geometry *g, bool prefix)
     uint64_t bytes = 0;
     for (uint32_t p = 0; p < g->plane_count; p++) {
         const fkv_plane_row *plane = &g->planes[p];
-        uint32_t mode = !fkv_plane_halves(plane) ? FKV_STREAM_PLAIN
-                        : prefix                 ? FKV_STREAM_PREFIX_BF16
-                                                 : FKV_STREAM_FXP_BF16;
         bytes += (uint64_t)plane->layers * plane->heads
-                 * (sizeof(fkv_stream_row) + fkv_stream_parameters(plane->vector_bytes, mode));
+                 * (sizeof(fkv_stream_row)
+                    + fkv_stream_parameters(plane->vector_bytes, fkv_plane_mode(plane, prefix)));
     }
     return bytes;
 }
@@ -71,10 +69,10 @@ static void shape_of(const fkv_encode_batch *batch, const fkv_encode_record *rec
         for (uint32_t p = 0; p < g->plane_count; p++) {
             const fkv_plane_row *plane = &g->planes[p];
             uint64_t streams = (uint64_t)plane->layers * plane->heads;
-            /* The longest row of the code: every value an escape. A page is filled but for less
-             * than that. */
-            uint64_t row =
-                fkv_plane_halves(plane) ? 2 * (uint64_t)plane->vector_bytes : plane->vector_bytes;
+            /* The longest row of the code: every value an escape (of a byte's elements 21 bits). A
+             * page is filled but for less than that. */
+            uint64_t row = plane->vector_bytes;
+            if (fkv_plane_exponents(plane)) row *= fkv_element_bytes(plane) == 1 ? 3 : 2;
             uint64_t fill =
                 FKV_PAGE_BYTES - (row < FKV_PAGE_BYTES / 2 ? row : FKV_PAGE_BYTES / 2 + 512);
             uint64_t pages = (uint64_t)shape->tokens * plane->vector_bytes / fill + 2;

@@ -252,5 +252,12 @@ typedef struct {
 #define FKV_STREAM_FXP_FP16 2
 #define FKV_STREAM_PREFIX_BF16 3 /* exponents in a prefix code in bit planes, steady signs left out */
 #define FKV_STREAM_PREFIX_FP16 4
+/* float32: the upper half as bfloat16, the lower one as it is, or (SHORT) zero and not stored. */
+#define FKV_STREAM_FXP_FP32 16
+#define FKV_STREAM_FXP_FP32_SHORT 17
+#define FKV_STREAM_PREFIX_FP32 18
+#define FKV_STREAM_PREFIX_FP32_SHORT 19
+#define FKV_STREAM_PREFIX_E4M3 20 /* one byte, exponents as in PREFIX_FP16 */
+#define FKV_STREAM_PREFIX_E5M2 21
 #define FKV_STREAM_GROUP 16 /* channels that share one exponent base */
 #endif

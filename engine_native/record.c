@@ -61,7 +61,7 @@ bool fkv_geometry_codable(const fkv_geometry *g)
         const fkv_plane_row *row = &g->planes[p];
         if (row->dtype == FKV_DTYPE_OPAQUE || row->vector_bytes > FKV_CODABLE_VECTOR_MAX)
             return false;
-        if (fkv_plane_halves(row) && row->vector_bytes % 2) return false;
+        if (fkv_element_bytes(row) == 2 && row->vector_bytes % 2) return false;
     }
     return true;
 }
@@ -190,9 +190,11 @@ static bool decode_raw(fkv_header *h, const tlv_view *t)
            && bytes > ((uint64_t)h->payload_pages - 1) * FKV_PAGE_BYTES;
 }
 
-/* Whether a record of this codec has streams of this mode in planes of this type. */
-static bool mode_fits(uint32_t mode, uint32_t dtype, uint32_t codec)
+/* Whether a record of this codec has streams of this mode in this plane. */
+static bool mode_fits(uint32_t mode, const fkv_plane_row *plane, uint32_t codec)
 {
+    const uint32_t dtype = plane->dtype;
+    if (mode != FKV_STREAM_PLAIN && !fkv_plane_exponents(plane)) return false;
     switch (mode) {
     case FKV_STREAM_PLAIN:
         return true;
@@ -204,6 +206,16 @@ static bool mode_fits(uint32_t mode, uint32_t dtype, uint32_t codec)
         return dtype == FKV_DTYPE_BF16 && codec == FKV_CODEC_LOSSLESS;
     case FKV_STREAM_PREFIX_FP16:
         return dtype == FKV_DTYPE_FP16 && codec == FKV_CODEC_LOSSLESS;
+    case FKV_STREAM_FXP_FP32:
+    case FKV_STREAM_FXP_FP32_SHORT:
+        return dtype == FKV_DTYPE_FP32;
+    case FKV_STREAM_PREFIX_FP32:
+    case FKV_STREAM_PREFIX_FP32_SHORT:
+        return dtype == FKV_DTYPE_FP32 && codec == FKV_CODEC_LOSSLESS;
+    case FKV_STREAM_PREFIX_E4M3:
+        return dtype == FKV_DTYPE_E4M3 && codec == FKV_CODEC_LOSSLESS;
+    case FKV_STREAM_PREFIX_E5M2:
+        return dtype == FKV_DTYPE_E5M2 && codec == FKV_CODEC_LOSSLESS;
     default:
         return false;
     }
@@ -231,7 +243,7 @@ static bool decode_streams(fkv_header *h, const tlv_view *t, uint64_t *full_tota
                 const uint8_t *row = t[FKV_TLV_STREAMS].data + at;
                 fkv_stream_row fields;
                 memcpy(&fields, row, sizeof fields);
-                if (fields.reserved || !mode_fits(fields.mode, plane->dtype, h->fixed.codec))
+                if (fields.reserved || !mode_fits(fields.mode, plane, h->fixed.codec))
                     return false;
                 uint64_t size =
                     sizeof fields + fkv_stream_parameters(plane->vector_bytes, fields.mode);
@@ -428,6 +440,11 @@ void fkv_header_tlv(const uint8_t *header, uint64_t length, uint32_t type, uint3
     if (f.header_bytes > length || !tlvs_read(header, &f, t) || !t[type].data) return;
     *offset = (uint32_t)(t[type].data - header);
     *bytes = t[type].length;
+}
+
+uint32_t fkv_stream_parameter_bytes(uint32_t vector_bytes, uint32_t mode)
+{
+    return fkv_stream_parameters(vector_bytes, mode);
 }
 
 int64_t fkv_header_stripes(const uint8_t *header, uint64_t length, fkv_stripe *stripes,

@@ -5,6 +5,7 @@
  *  - a page is decoded only after its checksum was right.
  */
 #include "stripe.h"
+#include "codec_halves.h"
 
 bool fkv_stripe_decode(const fkv_header *h, const fkv_stripe *s, uint32_t vector_bytes,
                        fkv_last_plan *last, const uint8_t *in, const uint64_t *rows)
@@ -12,14 +13,21 @@ bool fkv_stripe_decode(const fkv_header *h, const fkv_stripe *s, uint32_t vector
     fkv_stream_row stream;
     const uint8_t *row = h->bytes + h->stream_offsets[s->stream], *parameters = row + sizeof stream;
     memcpy(&stream, row, sizeof stream);
-    if (stream.mode != FKV_STREAM_PREFIX_BF16 && stream.mode != FKV_STREAM_PREFIX_FP16)
-        return fkv_fxp_decode(in, s->length, s->tokens, vector_bytes, stream.mode, parameters, rows)
-               == 0;
-    if (last->stream != s->stream) {
+    const uint32_t half_mode = fkv_mode_of_halves(stream.mode);
+    const bool prefix = prefix_mode(half_mode), cuts = fkv_mode_cuts(stream.mode);
+    if (prefix && last->stream != s->stream) {
+        const uint32_t values = vector_bytes / fkv_mode_element(stream.mode);
         last->stream = FKV_NO_STREAM;
-        if (!fkv_prefix_plan_make(&last->plan, parameters, vector_bytes, stream.mode)) return false;
+        if (!fkv_prefix_plan_make(&last->plan, parameters, 2 * values, half_mode)) return false;
         last->stream = s->stream;
     }
+    if (cuts)
+        return fkv_halves_plan_decode(in, s->length, s->tokens, vector_bytes, stream.mode,
+                                      parameters, &last->plan, rows)
+               == 0;
+    if (!prefix)
+        return fkv_fxp_decode(in, s->length, s->tokens, vector_bytes, stream.mode, parameters, rows)
+               == 0;
     return fkv_prefix_plan_decode(in, s->length, s->tokens, &last->plan, rows) == 0;
 }
 

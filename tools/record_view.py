@@ -43,6 +43,8 @@ DTYPE_NAMES: Final = {
     lib.FKV_DTYPE_FP16: "float16",
     lib.FKV_DTYPE_FP32: "float32",
     lib.FKV_DTYPE_BYTES: "one byte",
+    lib.FKV_DTYPE_E4M3: "float8_e4m3fn",
+    lib.FKV_DTYPE_E5M2: "float8_e5m2",
 }
 MODE_NAMES: Final = {
     lib.FKV_STREAM_PLAIN: "plain",
@@ -50,6 +52,12 @@ MODE_NAMES: Final = {
     lib.FKV_STREAM_FXP_FP16: "exponent code, float16",
     lib.FKV_STREAM_PREFIX_BF16: "prefix code, bfloat16",
     lib.FKV_STREAM_PREFIX_FP16: "prefix code, float16",
+    lib.FKV_STREAM_FXP_FP32: "exponent code, float32",
+    lib.FKV_STREAM_FXP_FP32_SHORT: "exponent code, float32 of 16 bits",
+    lib.FKV_STREAM_PREFIX_FP32: "prefix code, float32",
+    lib.FKV_STREAM_PREFIX_FP32_SHORT: "prefix code, float32 of 16 bits",
+    lib.FKV_STREAM_PREFIX_E4M3: "prefix code, float8_e4m3fn",
+    lib.FKV_STREAM_PREFIX_E5M2: "prefix code, float8_e5m2",
 }
 TLV_NAMES: Final = {
     getattr(lib, f"FKV_TLV_{name}"): name.lower()
@@ -233,7 +241,7 @@ class HeaderView:
             if not data:
                 break
             mode, _, full = STREAM_ROW.unpack_from(data, at)
-            parameters = _parameters(int(row["vector_bytes"]), mode)
+            parameters = int(lib.fkv_stream_parameter_bytes(int(row["vector_bytes"]), mode))
             at += STREAM_ROW.size
             role = _ROLES.get(int(row["role"]), str(row["role"]))
             name = MODE_NAMES.get(mode, str(mode))
@@ -346,12 +354,3 @@ def flag_names(flags: int) -> str:
         if flags & bit
     ]
     return " ".join(names)
-
-
-def _parameters(vector_bytes: int, mode: int) -> int:
-    """Bytes of parameters behind a stream's row."""
-    if mode == lib.FKV_STREAM_PLAIN:
-        return 0
-    if mode in (lib.FKV_STREAM_PREFIX_BF16, lib.FKV_STREAM_PREFIX_FP16):
-        return 1 + vector_bytes // 2
-    return int(-(-(vector_bytes // 2) // lib.FKV_STREAM_GROUP))
