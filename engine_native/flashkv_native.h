@@ -490,6 +490,14 @@ uint32_t fkv_prefix_encode(const uint64_t *rows, uint32_t count, uint32_t vector
                            uint32_t mode, const uint8_t *parameters, uint8_t *out);
 int fkv_prefix_decode(const uint8_t *in, uint32_t length, uint32_t count, uint32_t vector_bytes,
                       uint32_t mode, const uint8_t *parameters, const uint64_t *rows);
+/* Chunks of opaque bytes: one of FKV_CHUNK_* to out[room]: bytes used, 0: not fewer than room, or no
+ * zstd; and a row of FKV_TLV_CHUNKS to out[length]: FKV_OK, FKV_DAMAGED or FKV_NO_MEMORY. */
+uint32_t fkv_zstd_encode(uint32_t mode, const uint8_t *in, uint32_t length, uint8_t *out,
+                         uint32_t room);
+int fkv_zstd_decode(uint32_t row, const uint8_t *in, uint8_t *out, uint32_t length);
+/* Whether the system has zstd, and it is wanted (fkv_use_zstd(0), for tests: as if it had none). */
+int fkv_zstd_there(void);
+void fkv_use_zstd(int want);
 /* Both codes of float32 and one-byte floats, likewise; parameters: of their 16-bit values. */
 uint32_t fkv_halves_encode(const uint64_t *rows, uint32_t count, uint32_t vector_bytes,
                            uint32_t mode, const uint8_t *parameters, uint8_t *out);

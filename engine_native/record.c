@@ -102,7 +102,7 @@ typedef struct {
     const uint8_t *data;
     uint32_t length;
 } tlv_view;
-#define TLV_KNOWN 10
+#define TLV_KNOWN 12
 
 static bool tlvs_read(const uint8_t *bytes, const fkv_record_header *fixed,
                       tlv_view found[TLV_KNOWN])
@@ -162,6 +162,38 @@ static bool decode_geometry(fkv_header *h, const tlv_view *t)
     return fkv_geometry_valid(&h->geometry);
 }
 
+/* Which pages each chunk of each block has. */
+static bool decode_chunks(fkv_header *h, const tlv_view *t)
+{
+    const uint32_t count = t[FKV_TLV_CHUNKS].length / 4;
+    uint64_t pages = 0;
+    uint32_t chunk = 0;
+    h->chunk_rows = (const uint32_t *)t[FKV_TLV_CHUNKS].data;
+    h->chunk_count = count;
+    h->chunk_pages = part(h, count + 1u, sizeof *h->chunk_pages);
+    h->block_chunks = part(h, h->fixed.block_count + 1u, sizeof *h->block_chunks);
+    if (!h->chunk_pages || !h->block_chunks || t[FKV_TLV_CHUNKS].length % 4) return false;
+    for (uint32_t b = 0; b < h->fixed.block_count; b++) {
+        h->block_chunks[b] = chunk;
+        for (uint64_t left = h->block_offsets[b + 1] - h->block_offsets[b]; left; chunk++) {
+            if (chunk == count) return false;
+            const uint32_t length = left < FKV_CHUNK_BYTES ? (uint32_t)left : FKV_CHUNK_BYTES;
+            const uint32_t row = h->chunk_rows[chunk], stored = row & FKV_CHUNK_LENGTH_MASK;
+            const uint32_t mode = row >> FKV_CHUNK_MODE_SHIFT;
+            if (mode > FKV_CHUNK_HALVES || !stored
+                || (mode == FKV_CHUNK_PLAIN ? stored != length : stored >= length))
+                return false;
+            h->chunk_pages[chunk] = (uint32_t)pages;
+            pages += (stored + FKV_PAGE_BYTES - 1) / FKV_PAGE_BYTES;
+            left -= length;
+        }
+    }
+    h->block_chunks[h->fixed.block_count] = chunk;
+    h->chunk_pages[count] = (uint32_t)pages;
+    return chunk == count && pages == h->payload_pages
+           && h->fixed.payload_bytes == pages * FKV_PAGE_BYTES;
+}
+
 static bool decode_raw(fkv_header *h, const tlv_view *t)
 {
     if (t[FKV_TLV_ORDER].length != sizeof h->order) return false;
@@ -181,7 +213,9 @@ static bool decode_raw(fkv_header *h, const tlv_view *t)
         logical += block;
     }
     h->block_offsets[h->fixed.block_count] = bytes;
-    if (logical != h->fixed.logical_bytes || bytes != h->fixed.payload_bytes) return false;
+    if (logical != h->fixed.logical_bytes) return false;
+    if (h->fixed.codec == FKV_CODEC_ZSTD) return decode_chunks(h, t);
+    if (bytes != h->fixed.payload_bytes) return false;
     if (h->fixed.flags & FKV_RECORD_INLINE) {
         h->inline_payload = t[FKV_TLV_INLINE].data;
         return h->payload_pages == 0 && t[FKV_TLV_INLINE].length == bytes;
@@ -340,13 +374,26 @@ static bool decode(fkv_header *h)
     if (!decode_blocks(h, t) || !decode_geometry(h, t)) return false;
     if (t[FKV_TLV_PAGE_CRCS].length != 4 * (uint64_t)h->payload_pages) return false;
     h->page_crcs = (const uint32_t *)t[FKV_TLV_PAGE_CRCS].data;
-    if (f->codec == FKV_CODEC_RAW) return decode_raw(h, t);
+    if (f->codec == FKV_CODEC_RAW || f->codec == FKV_CODEC_ZSTD) return decode_raw(h, t);
     uint64_t full;
     return (f->codec == FKV_CODEC_LOSSLESS || f->codec == FKV_CODEC_FAST)
            && fkv_geometry_codable(&h->geometry)
            && f->payload_bytes == (uint64_t)h->payload_pages * FKV_PAGE_BYTES
            && f->logical_bytes == fkv_block_bytes(&h->geometry, f->tokens)
            && decode_streams(h, t, &full) && decode_stripes(h, t, full);
+}
+
+uint32_t fkv_chunk_of_page(const fkv_header *h, uint32_t page)
+{
+    uint32_t low = 0, high = h->chunk_count;
+    while (high - low > 1) {
+        uint32_t middle = (low + high) / 2;
+        if (h->chunk_pages[middle] <= page)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
 }
 
 uint32_t fkv_header_peek(const uint8_t *page)
@@ -364,6 +411,7 @@ uint32_t fkv_header_peek(const uint8_t *page)
 static void free_parts(fkv_header *h)
 {
     fkv_free(h->key_offsets), fkv_free(h->block_offsets), fkv_free(h->entry_streams);
+    fkv_free(h->chunk_pages), fkv_free(h->block_chunks);
     fkv_free(h->stream_offsets), fkv_free(h->stream_entries), fkv_free(h->stripes),
         fkv_free(h->stream_stripes);
 }
@@ -397,7 +445,7 @@ fkv_header *fkv_header_parse(const uint8_t *bytes, uint64_t length, const uint8_
         if (h->starved) *status = FKV_NO_MEMORY;
         goto refuse;
     }
-    h->bytes_total = (uint32_t)(sizeof *h + length + h->fixed.block_count * 12
+    h->bytes_total = (uint32_t)(sizeof *h + length + h->fixed.block_count * 16 + h->chunk_count * 4
                                 + h->stream_count * 14 + h->stripe_count * sizeof(fkv_stripe));
     *status = FKV_OK;
     return h;

@@ -39,6 +39,10 @@ typedef struct fkv_header {
     const uint32_t *page_crcs;
     uint32_t payload_pages;
     const uint8_t *inline_payload;
+    const uint32_t *chunk_rows; /* zstd: [chunk_count]: FKV_TLV_CHUNKS */
+    uint32_t *chunk_pages;      /* [chunk_count + 1]: first page of each, in the payload */
+    uint32_t *block_chunks;     /* [block_count + 1]: first chunk of each block */
+    uint32_t chunk_count;
     uint32_t stream_count;
     uint32_t *entry_streams;  /* first stream of (plane, layer), indexed like fkv_view.entries */
     uint32_t *stream_offsets; /* [stream_count]: of each fkv_stream_row, into bytes */
@@ -115,6 +119,13 @@ static inline uint32_t fkv_plane_mode(const fkv_plane_row *plane, bool prefix)
         return FKV_STREAM_PLAIN;
     }
 }
+/* Whether a record's payload is blocks as raw has them, plain or in chunks; else it is streams. */
+static inline bool fkv_holds_blocks(const fkv_header *header)
+{
+    return header->fixed.codec == FKV_CODEC_RAW || header->fixed.codec == FKV_CODEC_ZSTD;
+}
+/* The chunk that has a page of the payload. */
+uint32_t fkv_chunk_of_page(const fkv_header *header, uint32_t page);
 bool fkv_geometry_valid(const fkv_geometry *geometry);
 bool fkv_geometry_codable(const fkv_geometry *geometry);
 uint32_t fkv_geometry_layers(const fkv_geometry *geometry);  /* of the plane with most */

@@ -69,7 +69,7 @@ int fkv_record_decode(const uint8_t *record, uint64_t length, const uint8_t *seg
     fkv_header *h = fkv_header_parse(record, length, segment_uuid, epoch, page, &status);
     if (!h) return status;
     status = FKV_DAMAGED;
-    if (h->fixed.kind == FKV_KIND_DATA && h->fixed.codec != FKV_CODEC_RAW
+    if (h->fixed.kind == FKV_KIND_DATA && !fkv_holds_blocks(h)
         && h->fixed.logical_bytes <= room && (uint64_t)h->fixed.pages * FKV_PAGE_BYTES <= length)
         status = decode_all(h, record + (uint64_t)h->fixed.header_pages * FKV_PAGE_BYTES, out);
     fkv_header_release(h);

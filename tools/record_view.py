@@ -12,6 +12,7 @@ import hashlib
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final
 
 import numpy as np
@@ -34,6 +35,7 @@ CODEC_NAMES: Final = {
     lib.FKV_CODEC_RAW: "raw",
     lib.FKV_CODEC_LOSSLESS: "lossless",
     lib.FKV_CODEC_FAST: "fast",
+    lib.FKV_CODEC_ZSTD: "zstd",
 }
 KIND_NAMES: Final = {lib.FKV_KIND_DATA: "data", lib.FKV_KIND_NAMESPACE: "namespace"}
 FIDELITY_NAMES: Final = {lib.FKV_FIDELITY_EXACT: "exact"}
@@ -61,7 +63,7 @@ MODE_NAMES: Final = {
 }
 TLV_NAMES: Final = {
     getattr(lib, f"FKV_TLV_{name}"): name.lower()
-    for name in "BLOCKS KEYS PLANES PAGE_CRCS STREAMS STRIPES ORDER INLINE NAMESPACE".split()
+    for name in "BLOCKS KEYS PLANES PAGE_CRCS STREAMS STRIPES ORDER INLINE NAMESPACE CHUNKS".split()
 }
 _ROLES: Final = {role.native: role.value for role in Role}
 
@@ -278,7 +280,7 @@ class HeaderView:
     def blocks_in(self, page: int) -> set[int]:
         """Ordinals of the blocks that have bytes in a payload page."""
         facts = self.blocks()
-        if self["codec"] != lib.FKV_CODEC_RAW:
+        if self["codec"] not in (lib.FKV_CODEC_RAW, lib.FKV_CODEC_ZSTD):
             here = [stripe for stripe in self.stripes() if stripe.page == page]
             return {
                 block.ordinal
@@ -295,8 +297,14 @@ class HeaderView:
         )
         unit = limits.PAGE_BYTES if self["flags"] & lib.FKV_RECORD_ALIGNED else 1
         found, at = set(), 0
+        chunks = iter(np.frombuffer(self.tlv(lib.FKV_TLV_CHUNKS), "<u4").tolist())
         for block in facts:
             end = at + block.tokens * token_bytes
+            if self["codec"] == lib.FKV_CODEC_ZSTD:
+                count = -(-block.tokens * token_bytes // lib.FKV_CHUNK_BYTES)
+                stored = (row & lib.FKV_CHUNK_LENGTH_MASK for row in islice(chunks, count))
+                pages = sum(-(-length // limits.PAGE_BYTES) for length in stored)
+                end = at + pages * limits.PAGE_BYTES
             if at < (page + 1) * limits.PAGE_BYTES and end > page * limits.PAGE_BYTES:
                 found.add(block.ordinal)
             at = -(-end // unit) * unit

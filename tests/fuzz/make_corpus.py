@@ -57,6 +57,7 @@ SHAPES: list[tuple[Any, str, int, int, int]] = [
     (KVGeometry.gqa(1, 2, 24, "float8_e5m2"), "lossless", 16, 70, 2),
     (KVGeometry.gqa(1, 1, 24, "float8_e4m3fn"), "lossless", 16, 60, 2),
     (KVGeometry.gqa(1, 1, 32, "float32"), "fast", 8, 64, 2),
+    (KVGeometry.opaque(30_000), "lossless", 1, 3, 2),  # chunks
 ]
 
 
@@ -175,6 +176,18 @@ def halves_stripes() -> Iterator[bytes]:
         yield bytes([8 | number]) + head + bits.tobytes()
 
 
+def chunks() -> Iterator[bytes]:
+    """Inputs of zstd: chunks that are right, and bytes."""
+    for number, content in enumerate((bytes(700), b"a key, a value; " * 40, bytes(range(256)) * 3)):
+        source = np.frombuffer(content, np.uint8)
+        for mode in (int(lib.FKV_CHUNK_ZSTD), int(lib.FKV_CHUNK_HALVES)):
+            out = np.zeros(len(content), np.uint8)
+            place, room = pointer(source, "uint8_t *"), pointer(out, "uint8_t *")
+            length = lib.fkv_zstd_encode(mode, place, len(content), room, len(content))
+            yield struct.pack("<BHB", mode, len(content), 0) + out[:length].tobytes()
+        yield struct.pack("<BHB", 4 | number % 2, len(content), 0) + content
+
+
 def logs() -> Iterator[bytes]:
     """Control and log."""
     uuid = bytes([7, 7, 7]).ljust(16, b"\0")
@@ -246,6 +259,7 @@ def main() -> None:
     for target, made in (
         ("prefix", prefix_stripes),
         ("halves", halves_stripes),
+        ("zstd", chunks),
         ("manifest", logs),
         ("directory", directories),
         ("bloom", blooms),
