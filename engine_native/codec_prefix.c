@@ -4,9 +4,10 @@
  *
  *   low bytes of row 0 | row 1 | ... | planes of row 0 | 1 | ... | digits | escapes
  *
- *   low byte  bf16: mantissa | low bit of the first digit << 7;  fp16: mantissa bits 0..7
- *   planes    for every 64 values (fewer at the end): fp16 only: mantissa bit 8, bit 9, low bit of
- *             the first digit; then the first digit's high bits of wide channels; then the signs of
+ *   low byte  bf16: mantissa | low bit of the first digit << 7;  fp16: mantissa bits 0..7; e4m3 and
+ *             e5m2: none
+ *   planes    for every 64 values (fewer at the end): all but bf16: mantissa bit 8, bit 9, e4m3 only:
+ *             bit 7, low bit of the first digit; then the first digit's high bits of wide channels; then the signs of
  *             channels without a steady one. One bit a value, lowest first, without gaps
  *   digits    for every 64 such groups of values: all second digits, all third ones, the fourth ones
  *             (of each group the low bits, then the high ones), the fifth ones (three bits likewise),
@@ -22,6 +23,9 @@
  *   5-7     3, 1, 1, 0..2 (2 bits)          1, 1, 1, 0..2
  *   8-14    3, 1, 1, 3, 0..6 (3 bits)       1, 1, 1, 3, 0..6
  *   15      3, 1, 1, 3, 7: an escape        1, 1, 1, 3, 7
+ *
+ * One-byte types come as 16-bit values (codec_halves.c): e4m3 as sign << 15 | exponent << 10 |
+ * mantissa << 7, e5m2 as its byte << 8; the other bits are zero and not stored.
  *
  * A symbol means a distance of the exponent below the channel's base, by kind (table set 1, modulo
  * 256, in fp16 32). Parameters of a stream, in the record's header: a base, then a byte for each
@@ -64,14 +68,17 @@ bool fkv_prefix_plan_make(prefix_plan *plan, const uint8_t *parameters, uint32_t
                           uint32_t mode)
 {
     const uint32_t values = vector_bytes / 2, base = *parameters++;
-    const bool fp16 = mode == FKV_STREAM_PREFIX_FP16;
-    const uint32_t exponent_max = prefix_exponent_max(fp16);
+    const bool fp16 = mode != FKV_STREAM_PREFIX_BF16;
+    const uint32_t exponent_max = prefix_exponent_max(mode);
     if (!values || values > PREFIX_VALUES_MAX || vector_bytes % 2 || base > exponent_max)
         return false;
     plan->values = values;
     plan->groups = (values + PREFIX_GROUP - 1) / PREFIX_GROUP;
     plan->fp16 = fp16;
-    plan->static_bits = fp16 ? 3 * values : 0;
+    plan->exponent_max = exponent_max;
+    plan->mantissa_planes = prefix_mantissa_planes(mode);
+    plan->static_bits = fp16 ? (plan->mantissa_planes + 1) * values : 0;
+    plan->low_bytes = !fp16 || mode == FKV_STREAM_PREFIX_FP16 ? values : 0;
     memset(plan->base + values, 0, PREFIX_GROUP);
     memset(plan->kind + values, 0, PREFIX_GROUP);
     for (uint32_t g = 0; g < plan->groups; g++) {
@@ -114,8 +121,8 @@ static inline uint32_t exponent_of(uint16_t value, bool fp16)
 
 static inline uint32_t symbol_of(uint32_t exponent, const prefix_plan *plan, uint32_t channel)
 {
-    uint32_t at = (plan->base[channel] - exponent - (uint32_t)PREFIX_DISTANCE_FIRST)
-                  & prefix_exponent_max(plan->fp16);
+    uint32_t at =
+        (plan->base[channel] - exponent - (uint32_t)PREFIX_DISTANCE_FIRST) & plan->exponent_max;
     return at < PREFIX_SYMBOLS ? fkv_prefix_symbol[plan->kind[channel] & 1][at] : PREFIX_ESCAPE;
 }
 
@@ -184,7 +191,7 @@ static void costs_portable(const uint64_t *rows, uint32_t count, const prefix_pl
                            uint16_t *bits)
 {
     for (uint32_t r = 0; r < count; r++) {
-        uint32_t sum = 8 * plan->values + plan->static_bits;
+        uint32_t sum = 8 * plan->low_bytes + plan->static_bits;
         for (uint32_t g = 0; g < plan->groups; g++) {
             prefix_words w;
             group_words((const uint8_t *)(uintptr_t)rows[r], g, plan, &w);
@@ -221,18 +228,18 @@ static void low_bytes(const uint8_t *row, uint32_t first, uint32_t end, uint64_t
         out[c] = (uint8_t)((load16(row + 2 * c) & 0x7F) | (low >> (c - first) & 1) << 7);
 }
 
-/* float16: the low bytes, and mantissa bits 8 and 9 to the planes. */
-static void low_fp16(const uint8_t *row, uint32_t first, uint32_t end, uint8_t *out,
-                     bit_writer *planes)
+/* All but bfloat16: the low bytes, if there are any, and the mantissa's planes. */
+static void low_fp16(const uint8_t *row, uint32_t first, uint32_t end, const prefix_plan *plan,
+                     uint8_t *out, bit_writer *planes)
 {
-    uint64_t words[2] = {0};
+    static const uint8_t bit_of[3] = {8, 9, 7};
+    uint64_t words[3] = {0};
     for (uint32_t c = first; c < end; c++) {
         uint16_t value = load16(row + 2 * c);
-        out[c] = (uint8_t)value;
-        for (int k = 0; k < 2; k++) words[k] |= (uint64_t)(value >> (8 + k) & 1) << (c - first);
+        if (plan->low_bytes) out[c] = (uint8_t)value;
+        for (int k = 0; k < 3; k++) words[k] |= (uint64_t)(value >> bit_of[k] & 1) << (c - first);
     }
-    put_bits(planes, words[0], end - first);
-    put_bits(planes, words[1], end - first);
+    for (uint32_t k = 0; k < plan->mantissa_planes; k++) put_bits(planes, words[k], end - first);
 }
 
 static void encode_portable(const uint64_t *rows, uint32_t count, const prefix_plan *plan,
@@ -241,7 +248,7 @@ static void encode_portable(const uint64_t *rows, uint32_t count, const prefix_p
     uint8_t *out = parts->low;
     bit_writer planes = {parts->planes, 0, 0}, digits = {parts->digits, 0, parts->digits_held};
     prefix_batch batch = {.count = 0};
-    for (uint32_t r = 0; r < count; r++, out += plan->values) {
+    for (uint32_t r = 0; r < count; r++, out += plan->low_bytes) {
         const uint8_t *row = (const uint8_t *)(uintptr_t)rows[r];
         for (uint32_t g = 0; g < plan->groups; g++) {
             uint32_t first = g * PREFIX_GROUP, end = first + PREFIX_GROUP;
@@ -249,7 +256,7 @@ static void encode_portable(const uint64_t *rows, uint32_t count, const prefix_p
             if (end > plan->values) end = plan->values;
             group_words(row, g, plan, w);
             prefix_masks m = masks_of(w->symbol);
-            if (plan->fp16) low_fp16(row, first, end, out, &planes);
+            if (plan->fp16) low_fp16(row, first, end, plan, out, &planes);
             uint64_t low = put_planes(plan, g, w, &m, &planes);
             if (!plan->fp16) low_bytes(row, first, end, low, out);
             batch.masks[batch.count] = m;
@@ -269,7 +276,7 @@ static void encode_portable(const uint64_t *rows, uint32_t count, const prefix_p
 /* A stripe that fits a page has no more than this in its parts; others are refused. */
 static bool fits(uint32_t count, const prefix_plan *plan)
 {
-    return (uint64_t)count * (8 * plan->values + plan->static_bits) <= FKV_PAGE_BYTES * 8;
+    return (uint64_t)count * (8 * plan->low_bytes + plan->static_bits) <= FKV_PAGE_BYTES * 8;
 }
 
 uint32_t fkv_prefix_plan_encode(const uint64_t *rows, uint32_t count, const prefix_plan *plan,
@@ -287,7 +294,7 @@ uint32_t fkv_prefix_plan_encode(const uint64_t *rows, uint32_t count, const pref
 #endif
         encode_portable(rows, count, plan, &parts);
     uint32_t planes = count * plan->static_bits / 8;
-    out += count * plan->values;
+    out += count * plan->low_bytes;
     memcpy(out, parts.planes, planes);
     memcpy(out + planes, parts.digits, parts.digit_bytes);
     out += planes + parts.digit_bytes;
@@ -307,7 +314,7 @@ uint32_t fkv_prefix_encode(const uint64_t *rows, uint32_t count, uint32_t vector
 static bool patch_one(const prefix_plan *plan, uint32_t channel, uint32_t exponent, bool exception,
                       uint8_t *row)
 {
-    if (exponent > prefix_exponent_max(plan->fp16)) return false;
+    if (exponent > plan->exponent_max) return false;
     if (!exception && symbol_of(exponent, plan, channel) != PREFIX_ESCAPE) return false;
     if (!row) return true;
     uint32_t value = load16(row + 2 * channel);
@@ -325,17 +332,17 @@ static uint64_t low_word(const uint8_t *in, uint32_t first, uint32_t end)
 }
 
 static void merge_group(const uint8_t *in, uint32_t first, uint32_t end, const prefix_plan *plan,
-                        const prefix_words *w, const uint64_t mantissa[2], uint8_t *row)
+                        const prefix_words *w, const uint64_t mantissa[3], uint8_t *row)
 {
     for (uint32_t c = first; c < end; c++) {
         uint32_t i = c - first, symbol = 0, value = (uint32_t)(w->sign >> i & 1) << 15;
         for (uint32_t k = 0; k < 4; k++) symbol |= (uint32_t)(w->symbol[k] >> i & 1) << k;
         int distance = fkv_prefix_distance[plan->kind[c] & 1][symbol];
-        uint32_t exponent =
-            ((uint32_t)plan->base[c] - (uint32_t)distance) & prefix_exponent_max(plan->fp16);
+        uint32_t exponent = ((uint32_t)plan->base[c] - (uint32_t)distance) & plan->exponent_max;
         if (plan->fp16)
-            value |= exponent << 10 | in[c] | (uint32_t)(mantissa[0] >> i & 1) << 8
-                     | (uint32_t)(mantissa[1] >> i & 1) << 9;
+            value |= exponent << 10 | (uint32_t)(mantissa[0] >> i & 1) << 8
+                     | (uint32_t)(mantissa[1] >> i & 1) << 9
+                     | (plan->low_bytes ? in[c] : (uint32_t)(mantissa[2] >> i & 1) << 7);
         else
             value |= exponent << 7 | (in[c] & 0x7F);
         uint16_t narrow = (uint16_t)value;
@@ -378,7 +385,7 @@ static const uint8_t *decode_portable(const uint8_t *in, uint32_t count, const p
                                       const uint8_t *planes, uint64_t *plane_bits,
                                       const uint8_t *end, const uint64_t *rows)
 {
-    const uint8_t *begin = in + (size_t)count * plan->values;
+    const uint8_t *begin = in + (size_t)count * plan->low_bytes;
     const uint64_t room_bits = (uint64_t)(end - begin) * 8;
     uint64_t plane_at = 0, at = (uint64_t)count * plan->static_bits;
     batch_places b = {.batch = {.count = 0}};
@@ -388,16 +395,17 @@ static const uint8_t *decode_portable(const uint8_t *in, uint32_t count, const p
         b.batch.group[i] = g, b.low[i] = in, b.row[i] = (uint8_t *)(uintptr_t)rows[r];
         uint64_t low;
         if (plan->fp16) {
-            b.mantissa[i][0] = take_bits(planes, plane_at);
-            b.mantissa[i][1] = take_bits(planes, plane_at + (stop - first));
-            low = take_bits(planes, plane_at + 2 * (stop - first));
-            plane_at += 3 * (stop - first);
+            b.mantissa[i][2] = 0;
+            for (uint32_t k = 0; k < plan->mantissa_planes; k++, plane_at += stop - first)
+                b.mantissa[i][k] = take_bits(planes, plane_at);
+            low = take_bits(planes, plane_at);
+            plane_at += stop - first;
         } else {
             low = low_word(in, first, stop);
         }
         get_planes(plan, g, low, planes, plane_at, &b.batch.words[i], &b.batch.masks[i]);
         plane_at += plan->wide_count[g] + (uint32_t)plan->sign_count[g];
-        if (++g == plan->groups) g = 0, r++, in += plan->values;
+        if (++g == plan->groups) g = 0, r++, in += plan->low_bytes;
         if (b.batch.count < PREFIX_BATCH && r < count) continue;
         at = get_batch(plan, &b.batch, planes, at, room_bits);
         if (at > room_bits || !place_batch(plan, &b, begin, &end)) return NULL;
@@ -411,11 +419,11 @@ int fkv_prefix_plan_decode(const uint8_t *in, uint32_t length, uint32_t count,
                            const prefix_plan *plan, const uint64_t *rows)
 {
     uint8_t planes[PREFIX_BITS_ROOM];
-    const uint8_t *begin = in + (size_t)count * plan->values, *end = in + length, *escapes;
+    const uint8_t *begin = in + (size_t)count * plan->low_bytes, *end = in + length, *escapes;
     uint64_t bits;
     if (!count || length > FKV_PAGE_BYTES || count > FKV_PAGE_BYTES) return -1;
     if (!fits(count, plan)
-        || (uint64_t)count * (8 * plan->values + plan->static_bits) > (uint64_t)length * 8)
+        || (uint64_t)count * (8 * plan->low_bytes + plan->static_bits) > (uint64_t)length * 8)
         return -1;
     /* A copy, so that words can be loaded at its end. */
     memcpy(planes, begin, (size_t)(end - begin));
@@ -434,7 +442,7 @@ int fkv_prefix_decode(const uint8_t *in, uint32_t length, uint32_t count, uint32
                       uint32_t mode, const uint8_t *parameters, const uint64_t *rows)
 {
     prefix_plan plan;
-    if (mode != FKV_STREAM_PREFIX_BF16 && mode != FKV_STREAM_PREFIX_FP16) return -1;
+    if (!prefix_mode(mode)) return -1;
     if (!fkv_prefix_plan_make(&plan, parameters, vector_bytes, mode)) return -1;
     return fkv_prefix_plan_decode(in, length, count, &plan, rows);
 }

@@ -25,6 +25,8 @@
 #define PREFIX_WIDE 0x20u
 #define PREFIX_STEADY 0x80u
 #define PREFIX_NEGATIVE 0x40u
+/* Values that a stripe can have: without low bytes a value has 3 bits at least. */
+#define PREFIX_PAGE_VALUES (FKV_PAGE_BYTES * 8 / 3)
 /* What a batch may load behind the planes: three digits of 64 groups, and a word. */
 #define PREFIX_LOAD_ROOM (64u * 24 + 16)
 #define PREFIX_BITS_ROOM (FKV_PAGE_BYTES + PREFIX_LOAD_ROOM)
@@ -37,7 +39,10 @@ extern const uint8_t fkv_prefix_bits[2][16]; /* of a symbol; an escape with its 
 
 typedef struct {
     uint32_t values, groups, static_bits; /* static_bits: of the planes that every row has */
-    bool fp16;
+    uint32_t low_bytes;                   /* of a row: a byte a value, or none */
+    uint32_t mantissa_planes;             /* float16 and one-byte types: bits 8, 9 and 7 */
+    uint32_t exponent_max;
+    bool fp16; /* all but bfloat16: exponents from bit 10 on */
     uint8_t wide_count[PREFIX_GROUPS_MAX], sign_count[PREFIX_GROUPS_MAX];
     uint64_t valid[PREFIX_GROUPS_MAX], wide[PREFIX_GROUPS_MAX];
     uint64_t raw_sign[PREFIX_GROUPS_MAX]; /* channels whose signs are stored */
@@ -50,14 +55,29 @@ void fkv_prefix_make_prices(void); /* once the symbols are there */
 bool fkv_prefix_plan_make(prefix_plan *plan, const uint8_t *parameters, uint32_t vector_bytes,
                           uint32_t mode);
 
-static inline uint32_t prefix_exponent_max(bool fp16) { return fp16 ? 31 : 255; }
+static inline bool prefix_mode(uint32_t mode)
+{
+    return mode == FKV_STREAM_PREFIX_BF16 || mode == FKV_STREAM_PREFIX_FP16
+           || mode == FKV_STREAM_PREFIX_E4M3 || mode == FKV_STREAM_PREFIX_E5M2;
+}
+/* Planes that hold bits of the mantissa. */
+static inline uint32_t prefix_mantissa_planes(uint32_t mode)
+{
+    return mode == FKV_STREAM_PREFIX_BF16 ? 0 : mode == FKV_STREAM_PREFIX_E4M3 ? 3 : 2;
+}
+
+static inline uint32_t prefix_exponent_max(uint32_t mode)
+{
+    return mode == FKV_STREAM_PREFIX_BF16 ? 255 : mode == FKV_STREAM_PREFIX_E4M3 ? 15 : 31;
+}
 
 /* A stripe while it is made: where each part goes. The digits' first byte has digits_held bits of the
- * last plane's. Digits take at most 8 bits a value, escapes 8 more; there are 4,096 values at most. */
+ * last plane's. Digits take at most 8 bits a value, escapes 8 more. */
 typedef struct {
     uint8_t *low;
     uint32_t digits_held, digit_bytes, escape_count;
-    uint8_t planes[FKV_PAGE_BYTES + 16], digits[FKV_PAGE_BYTES + 16], escapes[FKV_PAGE_BYTES];
+    uint8_t planes[FKV_PAGE_BYTES + 16];
+    uint8_t digits[PREFIX_PAGE_VALUES + 16], escapes[PREFIX_PAGE_VALUES];
 } prefix_parts;
 
 /* What choosing looks at, of 32 channels: values by distance below each one's `top`; [15]: others. */

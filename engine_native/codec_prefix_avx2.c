@@ -165,7 +165,7 @@ TARGET void fkv_prefix_count_avx2(const uint64_t *rows, uint32_t count, uint32_t
 /* The low bytes of a group's 64 values, in their order, as they are stored but for bit 7. */
 typedef struct {
     __m256i bytes[2];
-    uint64_t mantissa[2]; /* float16: bits 8 and 9 */
+    uint64_t mantissa[3]; /* all but bfloat16: bits 8, 9 and 7 */
 } low_part;
 
 INLINE uint64_t words_pair(uint32_t low, uint32_t high) { return low | (uint64_t)high << 32; }
@@ -177,19 +177,19 @@ INLINE uint64_t plane_of(const __m256i bytes[2], int k)
                       (uint32_t)_mm256_movemask_epi8(_mm256_slli_epi16(bytes[1], 7 - k)));
 }
 
-INLINE __m256i symbols(__m256i exponent, const uint8_t *base, const uint8_t *kind, bool fp16)
+INLINE __m256i symbols(__m256i exponent, const prefix_plan *plan, uint32_t channel, bool fp16)
 {
     const __m256i escape = _mm256_set1_epi8(PREFIX_ESCAPE);
     __m256i narrow =
         _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)fkv_prefix_symbol[0]));
     __m256i wide =
         _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)fkv_prefix_symbol[1]));
-    __m256i at = _mm256_sub_epi8(load(base), exponent);
+    __m256i at = _mm256_sub_epi8(load(plan->base + channel), exponent);
     at = _mm256_sub_epi8(at, _mm256_set1_epi8(PREFIX_DISTANCE_FIRST));
-    if (fp16) at = _mm256_and_si256(at, _mm256_set1_epi8(0x1F));
+    if (fp16) at = _mm256_and_si256(at, _mm256_set1_epi8((char)plan->exponent_max));
     at = _mm256_min_epu8(at, escape);
     return _mm256_blendv_epi8(_mm256_shuffle_epi8(narrow, at), _mm256_shuffle_epi8(wide, at),
-                              load(kind));
+                              load(plan->kind + channel));
 }
 
 /* Symbols, signs and (low != NULL) low bytes of a group; `row` may lie up to its end only. */
@@ -210,15 +210,17 @@ INLINE void group_words(const uint8_t *row, uint32_t group, const prefix_plan *p
     for (int h = 0; h < 2; h++) {
         __m256i a = load(row + 64 * h), b = load(row + 64 * h + STEP);
         const uint32_t at = first + STEP * (uint32_t)h;
-        symbol[h] = symbols(exponents(a, b, fp16), plan->base + at, plan->kind + at, fp16);
+        symbol[h] = symbols(exponents(a, b, fp16), plan, at, fp16);
         high[h] = pack(_mm256_srli_epi16(a, 8), _mm256_srli_epi16(b, 8));
         if (low) low->bytes[h] = pack(_mm256_and_si256(a, mantissa), _mm256_and_si256(b, mantissa));
     }
 #pragma GCC unroll 4
     for (int k = 0; k < 4; k++) w->symbol[k] = plane_of(symbol, k) & plan->valid[group];
     w->sign = plane_of(high, 7);
-    if (low && fp16)
+    if (low && fp16) {
         for (int k = 0; k < 2; k++) low->mantissa[k] = plane_of(high, k) & plan->valid[group];
+        low->mantissa[2] = plane_of(low->bytes, 7) & plan->valid[group];
+    }
     except(plan, group, w);
 }
 
@@ -252,7 +254,7 @@ INLINE void costs_of(const uint64_t *rows, uint32_t count, const prefix_plan *pl
                      uint16_t *bits)
 {
     for (uint32_t r = 0; r < count; r++) {
-        uint32_t sum = 8 * plan->values + plan->static_bits;
+        uint32_t sum = 8 * plan->low_bytes + plan->static_bits;
         for (uint32_t g = 0; g < plan->groups; g++) {
             prefix_words w;
             group_words((const uint8_t *)(uintptr_t)rows[r], g, plan, fp16, &w, NULL);
@@ -279,18 +281,20 @@ INLINE void encode(const uint64_t *rows, uint32_t count, const prefix_plan *plan
     bit_writer planes = {parts->planes, 0, 0}, digits = {parts->digits, 0, parts->digits_held};
     prefix_batch batch;
     batch.count = 0;
-    for (uint32_t r = 0; r < count; r++, out += plan->values) {
+    for (uint32_t r = 0; r < count; r++, out += plan->low_bytes) {
         const uint8_t *row = (const uint8_t *)(uintptr_t)rows[r];
         for (uint32_t g = 0; g < plan->groups; g++) {
             const uint32_t first = g * PREFIX_GROUP;
             const uint32_t in_use =
                 plan->values - first < PREFIX_GROUP ? plan->values - first : PREFIX_GROUP;
             prefix_words w;
-            low_part low;
+            low_part low = {.mantissa = {0}};
             group_words(row, g, plan, fp16, &w, &low);
             prefix_masks m = masks_of(w.symbol);
-            for (int k = 0; fp16 && k < 2; k++) put_bits(&planes, low.mantissa[k], in_use);
-            store_low(out + first, &low, put_planes(plan, g, &w, &m, &planes), fp16, in_use);
+            for (uint32_t k = 0; fp16 && k < plan->mantissa_planes; k++)
+                put_bits(&planes, low.mantissa[k], in_use);
+            uint64_t top_bits = put_planes(plan, g, &w, &m, &planes);
+            if (!fp16 || plan->low_bytes) store_low(out + first, &low, top_bits, fp16, in_use);
             batch.words[batch.count] = w;
             batch.masks[batch.count] = m;
             batch.group[batch.count++] = g;
@@ -317,7 +321,7 @@ TARGET void fkv_prefix_encode_avx2(const uint64_t *rows, uint32_t count, const p
 }
 
 /* ---- decoding ---- */
-INLINE void merge_half(const prefix_plan *plan, const prefix_words *w, const uint64_t mantissa[2],
+INLINE void merge_half(const prefix_plan *plan, const prefix_words *w, const uint64_t mantissa[3],
                        __m256i low, uint32_t channel, int half, bool fp16, uint8_t *row)
 {
     const __m256i seven_bits = _mm256_set1_epi8(0x7F);
@@ -338,7 +342,8 @@ INLINE void merge_half(const prefix_plan *plan, const prefix_words *w, const uin
     __m256i exponent = _mm256_sub_epi8(load(plan->base + channel), distance), high;
     __m256i sign = spread((uint32_t)(w->sign >> 32 * half));
     if (fp16) {
-        high = _mm256_slli_epi16(_mm256_and_si256(exponent, _mm256_set1_epi8(0x1F)), 2);
+        exponent = _mm256_and_si256(exponent, _mm256_set1_epi8((char)plan->exponent_max));
+        high = _mm256_slli_epi16(exponent, 2);
         for (int k = 0; k < 2; k++)
             high =
                 _mm256_or_si256(high, _mm256_and_si256(spread((uint32_t)(mantissa[k] >> 32 * half)),
@@ -355,7 +360,7 @@ INLINE void merge_half(const prefix_plan *plan, const prefix_words *w, const uin
     store(row + STEP, _mm256_unpackhi_epi8(low, high));
 }
 
-INLINE void merge_group(const prefix_plan *plan, const prefix_words *w, const uint64_t mantissa[2],
+INLINE void merge_group(const prefix_plan *plan, const prefix_words *w, const uint64_t mantissa[3],
                         const __m256i low[2], uint32_t first, uint32_t in_use, bool fp16,
                         uint8_t *row)
 {
@@ -378,6 +383,14 @@ INLINE void load_low(const uint8_t *from, uint32_t in_use, __m256i low[2])
     low[0] = load(from), low[1] = load(from + STEP);
 }
 
+/* The same where there are no low bytes: a plane holds their bit 7, or nothing does. */
+INLINE void low_of_plane(uint64_t plane, __m256i low[2])
+{
+    for (int h = 0; h < 2; h++)
+        low[h] =
+            _mm256_and_si256(spread((uint32_t)(plane >> 32 * h)), _mm256_set1_epi8((char)0x80));
+}
+
 INLINE uint32_t group_values(const prefix_plan *plan, uint32_t first)
 {
     return plan->values - first < PREFIX_GROUP ? plan->values - first : PREFIX_GROUP;
@@ -392,7 +405,10 @@ INLINE bool place_batch(const prefix_plan *plan, const batch_places *b, bool fp1
         const uint64_t escape = b->batch.masks[i].escape;
         if (b->row[i]) {
             __m256i low[2];
-            load_low(b->low[i] + first, in_use, low);
+            if (!fp16 || plan->low_bytes)
+                load_low(b->low[i] + first, in_use, low);
+            else
+                low_of_plane(b->mantissa[i][2], low);
             merge_group(plan, &b->batch.words[i], b->mantissa[i], low, first, in_use, fp16,
                         b->row[i]);
         }
@@ -413,10 +429,11 @@ INLINE uint32_t read_planes(const prefix_plan *plan, batch_places *b, uint32_t i
     uint32_t fixed = 0;
     uint64_t low_bits;
     if (fp16) {
-        b->mantissa[i][0] = take_bits(planes, at);
-        b->mantissa[i][1] = take_bits(planes, at + in_use);
-        low_bits = take_bits(planes, at + 2 * in_use);
-        fixed = 3 * in_use;
+        b->mantissa[i][2] = 0;
+        for (uint32_t k = 0; k < plan->mantissa_planes; k++, fixed += in_use)
+            b->mantissa[i][k] = take_bits(planes, at + fixed);
+        low_bits = take_bits(planes, at + fixed);
+        fixed += in_use;
     } else {
         __m256i low[2];
         load_low(b->low[i] + first, in_use, low);
@@ -431,7 +448,7 @@ INLINE const uint8_t *decode(const uint8_t *in, uint32_t count, const prefix_pla
                              const uint8_t *planes, uint64_t *plane_bits, const uint8_t *end,
                              const uint64_t *rows)
 {
-    const uint8_t *begin = in + (size_t)count * plan->values;
+    const uint8_t *begin = in + (size_t)count * plan->low_bytes;
     const uint64_t room_bits = (uint64_t)(end - begin) * 8;
     uint64_t plane_at = 0, at = (uint64_t)count * plan->static_bits;
     batch_places b;
@@ -440,7 +457,7 @@ INLINE const uint8_t *decode(const uint8_t *in, uint32_t count, const prefix_pla
         uint32_t i = b.batch.count++;
         b.batch.group[i] = g, b.low[i] = in, b.row[i] = (uint8_t *)(uintptr_t)rows[r];
         plane_at += read_planes(plan, &b, i, fp16, planes, plane_at);
-        if (++g == plan->groups) g = 0, r++, in += plan->values;
+        if (++g == plan->groups) g = 0, r++, in += plan->low_bytes;
         if (b.batch.count < PREFIX_BATCH && r < count) continue;
         at = get_batch(plan, &b.batch, planes, at, room_bits);
         if (at > room_bits || !place_batch(plan, &b, fp16, begin, &end)) return NULL;

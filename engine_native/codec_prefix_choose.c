@@ -48,8 +48,9 @@ typedef struct {
 } channel_choice;
 
 static void choose_step(const uint64_t *rows, uint32_t count, uint32_t values, uint32_t first,
-                        bool fp16, channel_choice *choices)
+                        uint32_t mode, channel_choice *choices)
 {
+    const bool fp16 = mode != FKV_STREAM_PREFIX_BF16;
     prefix_counts counts = {.top = {0}};
     uint8_t best[PREFIX_STEP];
     uint32_t shift = 0;
@@ -64,7 +65,7 @@ static void choose_step(const uint64_t *rows, uint32_t count, uint32_t values, u
     for (uint32_t i = 0; i < PREFIX_STEP && first + i < values; i++) {
         const uint32_t negatives = counts.negatives[i], positives = count - negatives;
         uint32_t base = (uint32_t)(counts.top[i] + DELTA_FIRST + best[i] % (int)PREFIX_DELTAS);
-        choices[i].base = (uint8_t)(base & prefix_exponent_max(fp16));
+        choices[i].base = (uint8_t)(base & prefix_exponent_max(mode));
         choices[i].flags = best[i] >= PREFIX_DELTAS ? PREFIX_WIDE : 0;
         if (negatives * EXCEPTION_BITS < count)
             choices[i].flags |= PREFIX_STEADY;
@@ -90,9 +91,8 @@ void fkv_prefix_choose(const uint64_t *rows, uint32_t count, uint32_t vector_byt
 {
     channel_choice choices[PREFIX_VALUES_MAX];
     const uint32_t values = vector_bytes / 2;
-    const bool fp16 = mode == FKV_STREAM_PREFIX_FP16;
     for (uint32_t first = 0; first < values; first += PREFIX_STEP)
-        choose_step(rows, count, values, first, fp16, choices + first);
+        choose_step(rows, count, values, first, mode, choices + first);
     const uint32_t base = common_base(choices, values);
     *parameters++ = (uint8_t)base;
     for (uint32_t c = 0; c < values; c++) {

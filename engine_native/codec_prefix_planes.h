@@ -136,7 +136,7 @@ typedef struct {
 /* Where the values of a batch come from and go to. */
 typedef struct {
     prefix_batch batch;
-    uint64_t mantissa[PREFIX_BATCH][2];
+    uint64_t mantissa[PREFIX_BATCH][3];
     const uint8_t *low[PREFIX_BATCH]; /* of each group's row */
     uint8_t *row[PREFIX_BATCH];
 } batch_places;

@@ -27,11 +27,9 @@ static uint64_t stream_bytes_max(const fkv_geometry *g, bool prefix)
     uint64_t bytes = 0;
     for (uint32_t p = 0; p < g->plane_count; p++) {
         const fkv_plane_row *plane = &g->planes[p];
-        uint32_t mode = !fkv_plane_halves(plane) ? FKV_STREAM_PLAIN
-                        : prefix                 ? FKV_STREAM_PREFIX_BF16
-                                                 : FKV_STREAM_FXP_BF16;
         bytes += (uint64_t)plane->layers * plane->heads
-                 * (sizeof(fkv_stream_row) + fkv_stream_parameters(plane->vector_bytes, mode));
+                 * (sizeof(fkv_stream_row)
+                    + fkv_stream_parameters(plane->vector_bytes, fkv_plane_mode(plane, prefix)));
     }
     return bytes;
 }
@@ -62,19 +60,21 @@ static void shape_of(const fkv_encode_batch *batch, const fkv_encode_record *rec
         shape->key_bytes += (uint64_t)b->key_bytes + b->parent_bytes;
         shape->logical_bytes += bytes;
         shape->aligned_bytes += fkv_raw_stride(bytes, true);
+        shape->chunks += (bytes + FKV_CHUNK_BYTES - 1) / FKV_CHUNK_BYTES;
         if (bytes > largest) largest = bytes;
     }
     shape->coded =
         record->codec != FKV_CODEC_RAW && fkv_geometry_codable(g) && shape->tokens <= 0xFFFF;
+    if (shape->coded || record->codec != FKV_CODEC_LOSSLESS || !fkv_zstd_there()) shape->chunks = 0;
     if (shape->coded) {
         shape->streams = fkv_geometry_streams(g);
         for (uint32_t p = 0; p < g->plane_count; p++) {
             const fkv_plane_row *plane = &g->planes[p];
             uint64_t streams = (uint64_t)plane->layers * plane->heads;
-            /* The longest row of the code: every value an escape. A page is filled but for less
-             * than that. */
-            uint64_t row =
-                fkv_plane_halves(plane) ? 2 * (uint64_t)plane->vector_bytes : plane->vector_bytes;
+            /* The longest row of the code: every value an escape (of a byte's elements 21 bits). A
+             * page is filled but for less than that. */
+            uint64_t row = plane->vector_bytes;
+            if (fkv_plane_exponents(plane)) row *= fkv_element_bytes(plane) == 1 ? 3 : 2;
             uint64_t fill =
                 FKV_PAGE_BYTES - (row < FKV_PAGE_BYTES / 2 ? row : FKV_PAGE_BYTES / 2 + 512);
             uint64_t pages = (uint64_t)shape->tokens * plane->vector_bytes / fill + 2;
@@ -91,7 +91,7 @@ static void shape_of(const fkv_encode_batch *batch, const fkv_encode_record *rec
     shape->payload_pages = PAGES(shape->payload_bytes);
     if (shape->logical_bytes <= FKV_INLINE_PAYLOAD_MAX) {
         fkv_record_shape tight = *shape;
-        tight.inlined = true, tight.aligned = false;
+        tight.inlined = true, tight.aligned = false, tight.chunks = 0;
         tight.payload_bytes = shape->logical_bytes, tight.payload_pages = 0;
         if (fkv_header_room(g, record->block_count, &tight) <= FKV_PAGE_BYTES) *shape = tight;
     }
@@ -107,6 +107,7 @@ uint64_t fkv_header_room(const fkv_geometry *g, uint32_t block_count, const fkv_
     if (s->coded)
         return bytes + 2 * sizeof(fkv_tlv) + ROUND8(s->stream_bytes) + ROUND8(4 * s->stripes);
     bytes += sizeof(fkv_tlv) + ROUND8(sizeof(fkv_order_row));
+    if (s->chunks) bytes += sizeof(fkv_tlv) + ROUND8(4 * s->chunks);
     return s->inlined ? bytes + sizeof(fkv_tlv) + ROUND8(s->payload_bytes) : bytes;
 }
 
@@ -180,8 +181,10 @@ static void header_write(const fkv_encode_batch *batch, fkv_encode_record *recor
     } else {
         at = tlv_put(at, FKV_TLV_ORDER, &batch->view->order, sizeof(fkv_order_row));
         if (s->inlined) tlv_put(at, FKV_TLV_INLINE, parts->inlined, s->payload_bytes);
+        if (s->chunks) tlv_put(at, FKV_TLV_CHUNKS, parts->chunks, 4 * s->chunks);
     }
-    record->codec = !s->coded                         ? FKV_CODEC_RAW
+    record->codec = s->chunks                         ? FKV_CODEC_ZSTD
+                    : !s->coded                       ? FKV_CODEC_RAW
                     : record->codec == FKV_CODEC_FAST ? FKV_CODEC_FAST
                                                       : FKV_CODEC_LOSSLESS;
     record->flags = (s->inlined ? FKV_RECORD_INLINE : 0) | (s->aligned ? FKV_RECORD_ALIGNED : 0);
@@ -209,9 +212,7 @@ static void header_write(const fkv_encode_batch *batch, fkv_encode_record *recor
         .payload_bytes = s->payload_bytes,
         .logical_bytes = s->logical_bytes,
         .start_token = record->start_token,
-        .tlv_count = s->inlined ? 6
-                     : s->coded ? 6
-                                : 5,
+        .tlv_count = s->inlined || s->coded || s->chunks ? 6 : 5,
     };
     memcpy(fixed.namespace_digest, batch->namespace_digest, FKV_NAMESPACE_BYTES);
     memcpy(fixed.shard, batch->shard, FKV_SHARD_BYTES);
@@ -285,18 +286,23 @@ static int encode_raw(const fkv_encode_batch *batch, fkv_encode_record *record, 
     fkv_record_parts parts = {.inlined = inlined};
     int status = raw_gather(batch, record, s->aligned, s->inlined ? inlined : payload);
     if (status != FKV_OK) return status;
-    uint32_t *crcs = NULL;
+    uint32_t *crcs = NULL, *chunks = s->chunks ? fkv_malloc(4 * s->chunks) : NULL;
+    if (!chunks || !fkv_chunks_encode(batch, record, s, payload, chunks)) s->chunks = 0;
+    parts.chunks = chunks;
     if (!s->inlined) {
         uint64_t end = s->payload_pages * FKV_PAGE_BYTES;
         memset(payload + s->payload_bytes, 0, end - s->payload_bytes);
         crcs = fkv_malloc(4 * s->payload_pages);
-        if (!crcs) return FKV_NO_MEMORY;
+        if (!crcs) {
+            fkv_free(chunks);
+            return FKV_NO_MEMORY;
+        }
         for (uint64_t p = 0; p < s->payload_pages; p++)
             crcs[p] = fkv_page_crc(record->sequence, (uint32_t)p, payload + p * FKV_PAGE_BYTES);
     }
     parts.page_crcs = crcs;
     header_write(batch, record, s, payload, &parts);
-    fkv_free(crcs);
+    fkv_free(crcs), fkv_free(chunks);
     return FKV_OK;
 }
 

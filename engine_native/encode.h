@@ -6,6 +6,7 @@
  *  - the parts belong to the caller, also where coding failed. */
 #ifndef FLASHKV_ENCODE_H
 #define FLASHKV_ENCODE_H
+#include "codec_zstd.h"
 #include "io.h"
 #include "record.h"
 
@@ -24,6 +25,7 @@ typedef struct {
     uint64_t payload_pages;
     uint64_t stream_bytes; /* of FKV_TLV_STREAMS */
     uint64_t stripes;
+    uint64_t chunks; /* raw: that the blocks may be cut into; 0: they are not */
 } fkv_record_shape;
 
 typedef struct {
@@ -31,6 +33,7 @@ typedef struct {
     uint8_t *streams;
     uint32_t *stripes;
     const uint8_t *inlined;
+    const uint32_t *chunks;
 } fkv_record_parts;
 
 uint64_t fkv_header_room(const fkv_geometry *geometry, uint32_t block_count,
@@ -39,5 +42,8 @@ uint64_t fkv_header_room(const fkv_geometry *geometry, uint32_t block_count,
  * always. */
 int fkv_pages_encode(const fkv_encode_batch *batch, const fkv_encode_record *record,
                      fkv_record_shape *shape, uint8_t *payload, fkv_record_parts *parts);
+/* Codes a raw payload in chunks, if that pays: true, and the shape and rows[shape->chunks] are theirs. */
+bool fkv_chunks_encode(const fkv_encode_batch *batch, const fkv_encode_record *record,
+                       fkv_record_shape *shape, uint8_t *payload, uint32_t *rows);
 void fkv_parts_free(fkv_record_parts *parts);
 #endif

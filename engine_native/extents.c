@@ -3,6 +3,7 @@
  * Invariants
  *  - every needed page is read exactly once, by one extent, or was in the record's first read;
  *  - an extent has at most FKV_EXTENT_PAGES_MAX payload pages; a long run is cut into equal parts;
+ *  - a chunk's pages come by one extent;
  *  - unwanted pages are read through only within gap_pages and amplification_percent of the batch.
  */
 #include "allocate.h"
@@ -83,6 +84,8 @@ static bool note_ranges(fkv_reading *reading)
 typedef struct {
     uint8_t *needed;
     uint64_t block_offset;
+    const fkv_header *header; /* of chunks */
+    uint32_t first_chunk;     /* of the block */
 } need_context;
 
 static void need_run(void *context, uint64_t stored, uint8_t *memory, uint64_t length)
@@ -92,6 +95,16 @@ static void need_run(void *context, uint64_t stored, uint8_t *memory, uint64_t l
     uint64_t from = (c->block_offset + stored) / FKV_PAGE_BYTES;
     uint64_t to = (c->block_offset + stored + length - 1) / FKV_PAGE_BYTES;
     memset(c->needed + from, 1, to - from + 1);
+}
+
+static void need_chunks(void *context, uint64_t stored, uint8_t *memory, uint64_t length)
+{
+    const need_context *c = context;
+    const uint32_t *pages = c->header->chunk_pages + c->first_chunk;
+    (void)memory;
+    uint32_t from = pages[stored / FKV_CHUNK_BYTES];
+    uint32_t to = pages[(stored + length - 1) / FKV_CHUNK_BYTES + 1];
+    memset(c->needed + from, 1, to - from);
 }
 
 /* A whole block into its place without a copy; its pages are then no other read's. */
@@ -165,13 +178,20 @@ static void note_stored(fkv_reading *reading)
 
 static void need_raw(fkv_reading *reading, const fkv_extent *have)
 {
-    need_context context = {reading->needed, 0};
+    const fkv_header *h = reading->header;
+    need_context context = {.needed = reading->needed, .header = h};
     uint32_t have_pages = have && !have->direct ? have->page_count : 0;
     for (uint32_t i = 0; i < reading->request->want_count; i++) {
         uint32_t row = reading->request->first_want + i;
         const fkv_read_want *w = fkv_want_at(reading, row);
         uint64_t bytes;
         if (w->status != FKV_OK) continue;
+        if (h->chunk_count) {
+            context.first_chunk = h->block_chunks[w->ordinal];
+            if (!fkv_raw_runs(reading, w, need_chunks, &context))
+                fkv_want_fail(reading, row, FKV_NO_MEMORY);
+            continue;
+        }
         fkv_raw_block_place(reading, w, &context.block_offset, &bytes);
         uint64_t end_page = (context.block_offset + bytes + FKV_PAGE_BYTES - 1) / FKV_PAGE_BYTES;
         if (end_page > have_pages && issue_direct(reading, row, context.block_offset, bytes))
@@ -191,6 +211,13 @@ static uint32_t run_limit(const uint8_t *needed, uint32_t start, uint32_t end)
     if (run <= FKV_EXTENT_PAGES_MAX) return FKV_EXTENT_PAGES_MAX;
     uint32_t parts = (run + FKV_EXTENT_PAGES_MAX - 1) / FKV_EXTENT_PAGES_MAX;
     return (run + parts - 1) / parts;
+}
+
+/* The last page up to `last` that ends a chunk. An extent has room for more than one. */
+static uint32_t chunk_end(const fkv_header *h, uint32_t last)
+{
+    uint32_t chunk = fkv_chunk_of_page(h, last);
+    return h->chunk_pages[chunk + 1] - 1 == last ? last : h->chunk_pages[chunk] - 1;
 }
 
 /* Last page of the extent that begins at `start`. */
@@ -222,6 +249,7 @@ static void issue_needed(fkv_reading *reading, uint32_t from)
         if (!next) return;
         p = (uint32_t)(next - reading->needed);
         uint32_t through, last = extent_last(batch, reading->needed, p, end, &through);
+        if (reading->header->chunk_count) last = chunk_end(reading->header, last);
         fkv_extent *extent = fkv_extent_new(reading);
         if (!extent) {
             fkv_reading_fail(reading, FKV_NO_MEMORY);
@@ -251,7 +279,7 @@ void fkv_extents_rest(fkv_reading *reading, fkv_extent *have)
         fkv_reading_fail(reading, FKV_NO_MEMORY);
         return;
     }
-    if (h->fixed.codec == FKV_CODEC_RAW) {
+    if (fkv_holds_blocks(h)) {
         note_stored(reading);
         if (!h->inline_payload) need_raw(reading, have);
     } else if (!note_ranges(reading)) {
@@ -260,6 +288,8 @@ void fkv_extents_rest(fkv_reading *reading, fkv_extent *have)
     } else {
         need_coded(reading);
     }
+    if (have && have->page_count && h->chunk_count)
+        have->page_count = chunk_end(h, have->page_count - 1) + 1;
     uint32_t have_pages = have ? have->page_count : 0;
     issue_needed(reading, have_pages);
     /* Last, so that what is still missing is on its way meanwhile. Inline records have all in their

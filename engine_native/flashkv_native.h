@@ -27,7 +27,9 @@
 #define FKV_DTYPE_BF16 1
 #define FKV_DTYPE_FP16 2
 #define FKV_DTYPE_FP32 3
-#define FKV_DTYPE_BYTES 4 /* one-byte elements: fp8, int8 */
+#define FKV_DTYPE_BYTES 4 /* one-byte integers */
+#define FKV_DTYPE_E4M3 5
+#define FKV_DTYPE_E5M2 6
 
 typedef struct {
     uint32_t plane_count;
@@ -459,6 +461,8 @@ typedef struct {
  * -1: damaged. */
 int64_t fkv_header_stripes(const uint8_t *header, uint64_t length, fkv_stripe *stripes,
                            uint64_t room);
+/* Bytes of parameters behind the row of a stream of this mode. */
+uint32_t fkv_stream_parameter_bytes(uint32_t vector_bytes, uint32_t mode);
 /* All vectors of a coded record in memory, checked: stream after stream, logical_bytes in all. FKV_OK,
  * FKV_DAMAGED (also: not coded, or no room) or FKV_NO_MEMORY. */
 int fkv_record_decode(const uint8_t *record, uint64_t length, const uint8_t *segment_uuid,
@@ -493,5 +497,18 @@ uint32_t fkv_prefix_pack(const uint8_t *parameters, uint32_t values, uint8_t *ou
 uint32_t fkv_prefix_packed_bytes(const uint8_t *packed, uint64_t room, uint32_t values);
 void fkv_prefix_unpack(const uint8_t *packed, uint32_t values, uint8_t *parameters);
 int fkv_prefix_decode(const uint8_t *in, uint32_t length, uint32_t count, uint32_t vector_bytes,
+                      uint32_t mode, const uint8_t *parameters, const uint64_t *rows);
+/* Chunks of opaque bytes: one of FKV_CHUNK_* to out[room]: bytes used, 0: not fewer than room, or no
+ * zstd; and a row of FKV_TLV_CHUNKS to out[length]: FKV_OK, FKV_DAMAGED or FKV_NO_MEMORY. */
+uint32_t fkv_zstd_encode(uint32_t mode, const uint8_t *in, uint32_t length, uint8_t *out,
+                         uint32_t room);
+int fkv_zstd_decode(uint32_t row, const uint8_t *in, uint8_t *out, uint32_t length);
+/* Whether the system has zstd, and it is wanted (fkv_use_zstd(0), for tests: as if it had none). */
+int fkv_zstd_there(void);
+void fkv_use_zstd(int want);
+/* Both codes of float32 and one-byte floats, likewise; parameters: of their 16-bit values. */
+uint32_t fkv_halves_encode(const uint64_t *rows, uint32_t count, uint32_t vector_bytes,
+                           uint32_t mode, const uint8_t *parameters, uint8_t *out);
+int fkv_halves_decode(const uint8_t *in, uint32_t length, uint32_t count, uint32_t vector_bytes,
                       uint32_t mode, const uint8_t *parameters, const uint64_t *rows);
 #endif

@@ -168,6 +168,7 @@ typedef struct {
 #define FKV_CODEC_RAW 1      /* caller's order, plain bytes */
 #define FKV_CODEC_LOSSLESS 2 /* per-head pages, the cheapest mode for each stream, bit-exact */
 #define FKV_CODEC_FAST 3     /* the same without the prefix code */
+#define FKV_CODEC_ZSTD 6     /* as raw, in chunks that zstd made smaller */
 
 #define FKV_TABLE_SET 1 /* of lossless records: which symbol of the prefix code means what */
 
@@ -212,6 +213,7 @@ typedef struct {
 #define FKV_TLV_ORDER 7     /* raw: fkv_order_row: the caller's axis order */
 #define FKV_TLV_INLINE 8    /* the payload itself */
 #define FKV_TLV_NAMESPACE 9 /* canonical JSON of the identity */
+#define FKV_TLV_CHUNKS 11   /* zstd: uint32_t[]: stored bytes 18 bits, FKV_CHUNK_* */
 /* Set in a type: a reader that does not know it must not use the record. */
 #define FKV_TLV_CRITICAL 0x8000
 
@@ -237,6 +239,13 @@ typedef struct {
     uint32_t vector_bytes; /* of one token of one head */
 } fkv_plane_row;
 
+#define FKV_CHUNK_BYTES 131072 /* of a block, that are coded together */
+#define FKV_CHUNK_LENGTH_MASK 0x3FFFF
+#define FKV_CHUNK_MODE_SHIFT 18
+#define FKV_CHUNK_PLAIN 0
+#define FKV_CHUNK_ZSTD 1
+#define FKV_CHUNK_HALVES 2 /* even bytes as they are, odd ones in a zstd frame */
+
 /* Axes of a block in memory, outermost first; FKV_AXIS_* each once. */
 #define FKV_AXIS_LAYER 0
 #define FKV_AXIS_PLANE 1
@@ -252,4 +261,11 @@ typedef struct {
 #define FKV_STREAM_FXP_FP16 2
 #define FKV_STREAM_PREFIX_BF16 3 /* exponents in a prefix code in bit planes, steady signs left out */
 #define FKV_STREAM_PREFIX_FP16 4
+/* float32: the upper half as bfloat16, the lower one as it is, or (SHORT) zero and not stored. */
+#define FKV_STREAM_FXP_FP32 16
+#define FKV_STREAM_FXP_FP32_SHORT 17
+#define FKV_STREAM_PREFIX_FP32 18
+#define FKV_STREAM_PREFIX_FP32_SHORT 19
+#define FKV_STREAM_PREFIX_E4M3 20 /* one byte, exponents as in PREFIX_FP16 */
+#define FKV_STREAM_PREFIX_E5M2 21
 #endif

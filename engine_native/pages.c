@@ -9,7 +9,7 @@
  */
 #include "allocate.h"
 #include "codec_fxp.h"
-#include "codec_prefix.h"
+#include "codec_halves.h"
 #include "encode.h"
 #include <assert.h>
 #include <string.h>
@@ -26,6 +26,8 @@ typedef struct {
     bool shared_open;
     uint64_t *rows;           /* [tokens]: addresses of one stream's vectors */
     uint8_t *gathered;        /* [tokens]: vectors whose elements lie apart; NULL: there are none */
+    uint16_t *halves;         /* [tokens]: vectors of other elements as 16-bit values; or NULL */
+    uint64_t *half_rows;      /* [tokens]: addresses of those */
     uint16_t *costs;          /* [tokens]: bits */
     uint32_t *left_first;     /* [streams]: first token of the remainder */
     uint32_t *stream_offsets; /* [streams]: into parts->streams */
@@ -74,24 +76,36 @@ static void packer_rows(packer *p, const fkv_plane_row *plane, uint32_t entry, u
         }
         token += b->tokens;
     }
+    if (!fkv_mode_cuts(fkv_plane_mode(plane, true))) return;
+    const uint32_t values = plane->vector_bytes / fkv_element_bytes(plane);
+    for (uint32_t t = first_token; t < token; t++) {
+        uint16_t *to = p->halves + (uint64_t)t * values;
+        fkv_halves_cut((const uint8_t *)(uintptr_t)p->rows[t], values, plane->dtype, to);
+        p->half_rows[t] = (uint64_t)(uintptr_t)to;
+    }
 }
 
 /* Sets the bits of each token's vector, and the plan of a prefix mode; returns their sum. */
 static uint64_t packer_costs(packer *p, const fkv_plane_row *plane, uint32_t mode, uint32_t first,
                              uint32_t count)
 {
-    uint32_t bytes = plane->vector_bytes;
+    const uint32_t half_mode = fkv_mode_of_halves(mode),
+                   values = plane->vector_bytes / fkv_mode_element(mode),
+                   rest_bits = 8 * values * fkv_mode_rest(mode);
+    const uint64_t *rows = (fkv_mode_cuts(mode) ? p->half_rows : p->rows) + first;
     uint64_t total = 0;
-    if (fkv_mode_is_prefix(mode)) {
-        bool made = fkv_prefix_plan_make(&p->plan, p->parameters, bytes, mode);
+    if (prefix_mode(half_mode)) {
+        bool made = fkv_prefix_plan_make(&p->plan, p->parameters, 2 * values, half_mode);
         assert(made);
         (void)made;
-        fkv_prefix_plan_costs(p->rows + first, count, &p->plan, p->costs + first);
+        fkv_prefix_plan_costs(rows, count, &p->plan, p->costs + first);
     } else {
-        fkv_fxp_costs(p->rows + first, count, bytes, mode, p->parameters, p->costs + first);
+        uint32_t bytes = mode == FKV_STREAM_PLAIN ? plane->vector_bytes : 2 * values;
+        fkv_fxp_costs(rows, count, bytes, half_mode, p->parameters, p->costs + first);
         for (uint32_t t = first; t < first + count; t++) p->costs[t] = (uint16_t)(8 * p->costs[t]);
     }
-    for (uint32_t t = first; t < first + count; t++) total += p->costs[t];
+    for (uint32_t t = first; t < first + count; t++)
+        total += p->costs[t] = (uint16_t)(p->costs[t] + rest_bits);
     return total;
 }
 
@@ -111,10 +125,13 @@ static int packer_stripe(packer *p, const fkv_plane_row *plane, const fkv_stream
 {
     if (p->shape->stripes >= p->stripe_room || p->page > p->page_room) return FKV_TOO_LARGE;
     uint8_t *out = p->payload + (uint64_t)(p->page - 1) * FKV_PAGE_BYTES + p->offset;
-    uint32_t length = fkv_mode_is_prefix(stream->mode)
-                          ? fkv_prefix_plan_encode(p->rows + first, count, &p->plan, out)
-                          : fkv_fxp_encode(p->rows + first, count, plane->vector_bytes,
-                                           stream->mode, p->parameters, out);
+    const uint64_t *rows = p->rows + first;
+    const uint32_t bytes = plane->vector_bytes, mode = stream->mode;
+    uint32_t length =
+        fkv_mode_cuts(mode)
+            ? fkv_halves_plan_encode(rows, count, bytes, mode, p->parameters, &p->plan, out)
+        : prefix_mode(mode) ? fkv_prefix_plan_encode(rows, count, &p->plan, out)
+                            : fkv_fxp_encode(rows, count, bytes, mode, p->parameters, out);
     p->parts->stripes[p->shape->stripes++] = length | count << 13 | (uint32_t)new_page << 24;
     p->offset += length;
     return FKV_OK;
@@ -129,11 +146,27 @@ static void packer_close_page(packer *p)
 }
 
 /* Bytes that the parameters of a prefix mode take in the header. */
-static uint32_t packer_pack(packer *p, uint32_t vector_bytes)
+static uint32_t packer_pack(packer *p, uint32_t values)
 {
-    const uint32_t bytes = 1 + vector_bytes / 2;
-    p->packed_bytes = fkv_prefix_pack(p->parameters, vector_bytes / 2, p->packed);
-    return p->packed_bytes < bytes ? p->packed_bytes : bytes;
+    p->packed_bytes = fkv_prefix_pack(p->parameters, values, p->packed);
+    return p->packed_bytes < 1 + values ? p->packed_bytes : 1 + values;
+}
+
+/* Whether all of a stream of float32 is in its upper halves. */
+static bool packer_short(const packer *p, const fkv_plane_row *plane)
+{
+    for (uint32_t t = 0; t < p->shape->tokens; t++)
+        if (!fkv_halves_enough((const uint8_t *)(uintptr_t)p->rows[t], plane->vector_bytes / 4))
+            return false;
+    return true;
+}
+
+/* Bytes that a row takes at least in a mode of the fixed-width code. */
+static uint64_t fixed_row_bytes(uint32_t vector_bytes, uint32_t mode)
+{
+    const uint32_t values = vector_bytes / fkv_mode_element(mode);
+    if (mode == FKV_STREAM_PLAIN) return vector_bytes;
+    return fxp_row_bytes(values, mode == FKV_STREAM_FXP_FP16) + values * fkv_mode_rest(mode);
 }
 
 /* The mode that takes fewest bits, its parameters and its costs; returns their sum. What the
@@ -141,32 +174,37 @@ static uint32_t packer_pack(packer *p, uint32_t vector_bytes)
 static uint64_t packer_choose(packer *p, const fkv_plane_row *plane, uint8_t *mode)
 {
     const uint32_t tokens = p->shape->tokens, bytes = plane->vector_bytes;
-    const bool fp16 = plane->dtype == FKV_DTYPE_FP16;
-    const uint32_t prefix = fp16 ? FKV_STREAM_PREFIX_FP16 : FKV_STREAM_PREFIX_BF16,
-                   fixed = fp16 ? FKV_STREAM_FXP_FP16 : FKV_STREAM_FXP_BF16;
+    const bool is_short =
+        plane->dtype == FKV_DTYPE_FP32 && fkv_plane_exponents(plane) && packer_short(p, plane);
+    const uint32_t prefix = fkv_plane_mode(plane, true) + is_short,
+                   fixed = fkv_plane_mode(plane, false) + is_short;
+    const uint64_t *rows = fkv_mode_cuts(prefix) ? p->half_rows : p->rows;
+    const uint32_t values = bytes / fkv_mode_element(prefix);
     const uint32_t fixed_more = 8 * fkv_stream_parameters(bytes, fixed);
     const uint64_t plain_bits = 8 * (uint64_t)tokens * bytes;
     uint64_t prefix_bits = UINT64_MAX, bits;
     uint8_t prefix_parameters[sizeof p->parameters];
-    if (fkv_plane_halves(plane)) {
+    if (prefix != FKV_STREAM_PLAIN) {
         if (p->shape->prefix) {
-            fkv_prefix_choose(p->rows, tokens, bytes, prefix, p->parameters);
+            fkv_prefix_choose(rows, tokens, 2 * values, fkv_mode_of_halves(prefix), p->parameters);
             bits = packer_costs(p, plane, prefix, 0, tokens);
-            prefix_bits = bits + 8 * packer_pack(p, bytes);
+            prefix_bits = bits + 8 * packer_pack(p, values);
             *mode = (uint8_t)prefix;
             /* The other code can't take less than its rows without escapes. */
-            if (prefix_bits <= 8 * tokens * fxp_row_bytes(bytes / 2, fp16) + fixed_more)
-                return bits;
-            memcpy(prefix_parameters, p->parameters, 1 + bytes / 2);
+            if (prefix_bits < 8 * tokens * fixed_row_bytes(bytes, fixed) + fixed_more) return bits;
+            memcpy(prefix_parameters, p->parameters, 1 + values);
         }
-        fkv_fxp_choose(p->rows, tokens, bytes, fixed, p->parameters);
-        bits = packer_costs(p, plane, fixed, 0, tokens);
+        bits = plain_bits;
+        if (fixed != FKV_STREAM_PLAIN) {
+            fkv_fxp_choose(rows, tokens, 2 * values, fkv_mode_of_halves(fixed), p->parameters);
+            bits = packer_costs(p, plane, fixed, 0, tokens);
+        }
         if (bits < plain_bits && bits + fixed_more <= prefix_bits) {
             *mode = (uint8_t)fixed;
             return bits;
         }
         if (prefix_bits < plain_bits) {
-            memcpy(p->parameters, prefix_parameters, 1 + bytes / 2);
+            memcpy(p->parameters, prefix_parameters, 1 + values);
             return packer_costs(p, plane, prefix, 0, tokens);
         }
     }
@@ -196,7 +234,7 @@ static fkv_stream_row packer_row_again(packer *p, const fkv_plane_row *plane, ui
     memcpy(&stream, row, sizeof stream);
     row += sizeof stream;
     if (stream.packed)
-        fkv_prefix_unpack(row, plane->vector_bytes / 2, p->parameters);
+        fkv_prefix_unpack(row, plane->vector_bytes / fkv_mode_element(stream.mode), p->parameters);
     else
         memcpy(p->parameters, row, fkv_stream_parameters(plane->vector_bytes, stream.mode));
     return stream;
@@ -277,6 +315,18 @@ static uint32_t packer_apart_bytes(const fkv_encode_batch *batch)
     return bytes;
 }
 
+/* Elements of the longest vector that is seen as 16-bit values. */
+static uint32_t packer_cut_values(const fkv_geometry *geometry)
+{
+    uint32_t most = 0;
+    for (uint32_t p = 0; p < geometry->plane_count; p++) {
+        const fkv_plane_row *plane = &geometry->planes[p];
+        uint32_t values = plane->vector_bytes / fkv_element_bytes(plane);
+        if (fkv_mode_cuts(fkv_plane_mode(plane, true)) && values > most) most = values;
+    }
+    return most;
+}
+
 int fkv_pages_encode(const fkv_encode_batch *batch, const fkv_encode_record *record,
                      fkv_record_shape *shape, uint8_t *payload, fkv_record_parts *parts)
 {
@@ -287,8 +337,10 @@ int fkv_pages_encode(const fkv_encode_batch *batch, const fkv_encode_record *rec
                 .payload = payload,
                 .page_room = shape->payload_pages,
                 .stripe_room = shape->stripes};
-    uint32_t apart = packer_apart_bytes(batch);
+    uint32_t apart = packer_apart_bytes(batch), cut = packer_cut_values(batch->geometry);
     if (apart) p.gathered = fkv_malloc((uint64_t)shape->tokens * apart);
+    if (cut) p.halves = fkv_malloc((uint64_t)shape->tokens * cut * sizeof *p.halves);
+    if (cut) p.half_rows = fkv_malloc(shape->tokens * sizeof *p.half_rows);
     p.rows = fkv_malloc(shape->tokens * sizeof *p.rows);
     p.costs = fkv_malloc(shape->tokens * sizeof *p.costs);
     p.left_first = fkv_malloc(shape->streams * sizeof *p.left_first);
@@ -297,8 +349,9 @@ int fkv_pages_encode(const fkv_encode_batch *batch, const fkv_encode_record *rec
     parts->stripes = fkv_malloc(p.stripe_room * sizeof *parts->stripes);
     parts->streams = fkv_calloc(1, shape->stream_bytes);
     int status = FKV_NO_MEMORY;
-    if ((p.gathered || !apart) && p.rows && p.costs && p.left_first && p.stream_offsets
-        && parts->page_crcs && parts->stripes && parts->streams) {
+    if ((p.gathered || !apart) && ((p.halves && p.half_rows) || !cut) && p.rows && p.costs
+        && p.left_first && p.stream_offsets && parts->page_crcs && parts->stripes
+        && parts->streams) {
         shape->stripes = shape->payload_pages = 0;
         status = packer_each(&p, packer_full_pages, false);
         if (status == FKV_OK) status = packer_each(&p, packer_shared, true);
@@ -306,7 +359,7 @@ int fkv_pages_encode(const fkv_encode_batch *batch, const fkv_encode_record *rec
         shape->payload_bytes = shape->payload_pages * FKV_PAGE_BYTES;
         shape->stream_bytes = p.stream_end;
     }
-    fkv_free(p.gathered), fkv_free(p.rows), fkv_free(p.costs), fkv_free(p.left_first),
-        fkv_free(p.stream_offsets);
+    fkv_free(p.gathered), fkv_free(p.halves), fkv_free(p.half_rows), fkv_free(p.rows),
+        fkv_free(p.costs), fkv_free(p.left_first), fkv_free(p.stream_offsets);
     return status;
 }

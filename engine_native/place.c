@@ -7,6 +7,7 @@
  *  - a bad page fails every want that needed it, and no other.
  */
 #include "allocate.h"
+#include "codec_zstd.h"
 #include "reader.h"
 #include "stripe.h"
 #include <string.h>
@@ -258,27 +259,99 @@ static void coded_place(const fkv_extent *extent)
 
 /* ---- an extent ---- */
 
+/* Whoever wants a block that has some of these bytes; of chunks: of the blocks one behind the other. */
+static void fail_bytes(fkv_reading *reading, uint64_t from, uint64_t to, uint32_t status)
+{
+    for (uint32_t i = 0; i < reading->request->want_count; i++) {
+        uint32_t row = reading->request->first_want + i;
+        const fkv_read_want *w = fkv_want_at(reading, row);
+        uint64_t offset, bytes;
+        if (w->ordinal >= reading->header->fixed.block_count) continue;
+        fkv_raw_block_place(reading, w, &offset, &bytes);
+        if (offset < to && offset + bytes > from) fkv_want_fail(reading, row, status);
+    }
+}
+
+/* Where a chunk's bytes lie among those of all blocks. */
+static void chunk_range(const fkv_header *h, uint32_t chunk, uint64_t *from, uint64_t *to)
+{
+    uint32_t low = 0, high = h->fixed.block_count;
+    while (high - low > 1) {
+        uint32_t middle = (low + high) / 2;
+        if (h->block_chunks[middle] <= chunk)
+            low = middle;
+        else
+            high = middle;
+    }
+    *from = h->block_offsets[low] + (uint64_t)(chunk - h->block_chunks[low]) * FKV_CHUNK_BYTES;
+    *to = *from + FKV_CHUNK_BYTES;
+    if (*to > h->block_offsets[low + 1]) *to = h->block_offsets[low + 1];
+}
+
+static void fail_chunk(fkv_reading *reading, uint32_t chunk, uint32_t status)
+{
+    uint64_t from, to;
+    chunk_range(reading->header, chunk, &from, &to);
+    fail_bytes(reading, from, to, status);
+}
+
+static void chunk_place(const fkv_extent *extent, uint32_t chunk, fkv_zstd *zstd, uint8_t *scratch)
+{
+    fkv_reading *reading = extent->reading;
+    const fkv_header *h = reading->header;
+    copy_context context = {.extent = extent};
+    uint8_t *whole = scratch + FKV_CHUNK_SCRATCH;
+    uint32_t first = h->chunk_pages[chunk], end = h->chunk_pages[chunk + 1];
+    bool good = true;
+    chunk_range(h, chunk, &context.from, &context.to);
+    for (uint32_t p = first; good && p < end; p++) good = page_good(extent, p);
+    if (!good
+        || !fkv_chunk_decode(zstd, h->chunk_rows[chunk], page_at(extent, first), scratch, whole,
+                             (uint32_t)(context.to - context.from))) {
+        fail_chunk(reading, chunk, FKV_DAMAGED);
+        return;
+    }
+    context.inlined = whole - context.from;
+    raw_copy(extent, &context);
+}
+
+static void chunks_place(const fkv_extent *extent)
+{
+    fkv_reading *reading = extent->reading;
+    const fkv_header *h = reading->header;
+    const uint32_t end = extent->first_page + extent->page_count;
+    fkv_zstd *zstd = fkv_zstd_new(false);
+    uint8_t *scratch = fkv_malloc(FKV_CHUNK_SCRATCH + FKV_CHUNK_BYTES);
+    for (uint32_t k = fkv_chunk_of_page(h, extent->first_page);
+         k < h->chunk_count && h->chunk_pages[k + 1] <= end; k++) {
+        if (!reading->needed[h->chunk_pages[k]]) continue;
+        if (zstd && scratch)
+            chunk_place(extent, k, zstd, scratch);
+        else
+            fail_chunk(reading, k, FKV_NO_MEMORY);
+    }
+    fkv_free(scratch);
+    fkv_zstd_free(zstd);
+}
+
 static void fail_pages(fkv_reading *reading, uint32_t first, uint32_t count, uint32_t status)
 {
     const fkv_header *h = reading->header;
     uint32_t end = first + count;
-    if (h->fixed.codec != FKV_CODEC_RAW) {
+    if (!fkv_holds_blocks(h)) {
         for (uint64_t i = first_stripe(h, first); i < h->stripe_count && h->stripes[i].page < end;
              i++)
             if (fkv_stripe_wanted(reading, &h->stripes[i]))
                 stripe_fail(reading, &h->stripes[i], status);
         return;
     }
-    for (uint32_t i = 0; i < reading->request->want_count; i++) {
-        uint32_t row = reading->request->first_want + i;
-        const fkv_read_want *w = fkv_want_at(reading, row);
-        uint64_t offset, bytes;
-        if (w->ordinal >= h->fixed.block_count) continue;
-        fkv_raw_block_place(reading, w, &offset, &bytes);
-        if (offset < (uint64_t)end * FKV_PAGE_BYTES
-            && offset + bytes > (uint64_t)first * FKV_PAGE_BYTES)
-            fkv_want_fail(reading, row, status);
+    if (h->chunk_count) {
+        for (uint32_t k = fkv_chunk_of_page(h, first);
+             k < h->chunk_count && h->chunk_pages[k] < end; k++)
+            fail_chunk(reading, k, status);
+        return;
     }
+    fail_bytes(reading, (uint64_t)first * FKV_PAGE_BYTES, (uint64_t)end * FKV_PAGE_BYTES, status);
 }
 
 void fkv_extent_fail(fkv_extent *extent, uint32_t status)
@@ -321,8 +394,12 @@ void fkv_extent_place(fkv_extent *extent)
         direct_place(extent);
         return;
     }
-    if (h->fixed.codec != FKV_CODEC_RAW) {
+    if (!fkv_holds_blocks(h)) {
         coded_place(extent);
+        return;
+    }
+    if (h->chunk_count) {
+        chunks_place(extent);
         return;
     }
     uint32_t end = extent->first_page + extent->page_count;

@@ -61,7 +61,7 @@ bool fkv_geometry_codable(const fkv_geometry *g)
         const fkv_plane_row *row = &g->planes[p];
         if (row->dtype == FKV_DTYPE_OPAQUE || row->vector_bytes > FKV_CODABLE_VECTOR_MAX)
             return false;
-        if (fkv_plane_halves(row) && row->vector_bytes % 2) return false;
+        if (fkv_element_bytes(row) == 2 && row->vector_bytes % 2) return false;
     }
     return true;
 }
@@ -102,7 +102,7 @@ typedef struct {
     const uint8_t *data;
     uint32_t length;
 } tlv_view;
-#define TLV_KNOWN 10
+#define TLV_KNOWN 12
 
 static bool tlvs_read(const uint8_t *bytes, const fkv_record_header *fixed,
                       tlv_view found[TLV_KNOWN])
@@ -162,6 +162,38 @@ static bool decode_geometry(fkv_header *h, const tlv_view *t)
     return fkv_geometry_valid(&h->geometry);
 }
 
+/* Which pages each chunk of each block has. */
+static bool decode_chunks(fkv_header *h, const tlv_view *t)
+{
+    const uint32_t count = t[FKV_TLV_CHUNKS].length / 4;
+    uint64_t pages = 0;
+    uint32_t chunk = 0;
+    h->chunk_rows = (const uint32_t *)t[FKV_TLV_CHUNKS].data;
+    h->chunk_count = count;
+    h->chunk_pages = part(h, count + 1u, sizeof *h->chunk_pages);
+    h->block_chunks = part(h, h->fixed.block_count + 1u, sizeof *h->block_chunks);
+    if (!h->chunk_pages || !h->block_chunks || t[FKV_TLV_CHUNKS].length % 4) return false;
+    for (uint32_t b = 0; b < h->fixed.block_count; b++) {
+        h->block_chunks[b] = chunk;
+        for (uint64_t left = h->block_offsets[b + 1] - h->block_offsets[b]; left; chunk++) {
+            if (chunk == count) return false;
+            const uint32_t length = left < FKV_CHUNK_BYTES ? (uint32_t)left : FKV_CHUNK_BYTES;
+            const uint32_t row = h->chunk_rows[chunk], stored = row & FKV_CHUNK_LENGTH_MASK;
+            const uint32_t mode = row >> FKV_CHUNK_MODE_SHIFT;
+            if (mode > FKV_CHUNK_HALVES || !stored
+                || (mode == FKV_CHUNK_PLAIN ? stored != length : stored >= length))
+                return false;
+            h->chunk_pages[chunk] = (uint32_t)pages;
+            pages += (stored + FKV_PAGE_BYTES - 1) / FKV_PAGE_BYTES;
+            left -= length;
+        }
+    }
+    h->block_chunks[h->fixed.block_count] = chunk;
+    h->chunk_pages[count] = (uint32_t)pages;
+    return chunk == count && pages == h->payload_pages
+           && h->fixed.payload_bytes == pages * FKV_PAGE_BYTES;
+}
+
 static bool decode_raw(fkv_header *h, const tlv_view *t)
 {
     if (t[FKV_TLV_ORDER].length != sizeof h->order) return false;
@@ -181,7 +213,9 @@ static bool decode_raw(fkv_header *h, const tlv_view *t)
         logical += block;
     }
     h->block_offsets[h->fixed.block_count] = bytes;
-    if (logical != h->fixed.logical_bytes || bytes != h->fixed.payload_bytes) return false;
+    if (logical != h->fixed.logical_bytes) return false;
+    if (h->fixed.codec == FKV_CODEC_ZSTD) return decode_chunks(h, t);
+    if (bytes != h->fixed.payload_bytes) return false;
     if (h->fixed.flags & FKV_RECORD_INLINE) {
         h->inline_payload = t[FKV_TLV_INLINE].data;
         return h->payload_pages == 0 && t[FKV_TLV_INLINE].length == bytes;
@@ -190,9 +224,11 @@ static bool decode_raw(fkv_header *h, const tlv_view *t)
            && bytes > ((uint64_t)h->payload_pages - 1) * FKV_PAGE_BYTES;
 }
 
-/* Whether a record of this codec has streams of this mode in planes of this type. */
-static bool mode_fits(uint32_t mode, uint32_t dtype, uint32_t codec)
+/* Whether a record of this codec has streams of this mode in this plane. */
+static bool mode_fits(uint32_t mode, const fkv_plane_row *plane, uint32_t codec)
 {
+    const uint32_t dtype = plane->dtype;
+    if (mode != FKV_STREAM_PLAIN && !fkv_plane_exponents(plane)) return false;
     switch (mode) {
     case FKV_STREAM_PLAIN:
         return true;
@@ -204,6 +240,16 @@ static bool mode_fits(uint32_t mode, uint32_t dtype, uint32_t codec)
         return dtype == FKV_DTYPE_BF16 && codec == FKV_CODEC_LOSSLESS;
     case FKV_STREAM_PREFIX_FP16:
         return dtype == FKV_DTYPE_FP16 && codec == FKV_CODEC_LOSSLESS;
+    case FKV_STREAM_FXP_FP32:
+    case FKV_STREAM_FXP_FP32_SHORT:
+        return dtype == FKV_DTYPE_FP32;
+    case FKV_STREAM_PREFIX_FP32:
+    case FKV_STREAM_PREFIX_FP32_SHORT:
+        return dtype == FKV_DTYPE_FP32 && codec == FKV_CODEC_LOSSLESS;
+    case FKV_STREAM_PREFIX_E4M3:
+        return dtype == FKV_DTYPE_E4M3 && codec == FKV_CODEC_LOSSLESS;
+    case FKV_STREAM_PREFIX_E5M2:
+        return dtype == FKV_DTYPE_E5M2 && codec == FKV_CODEC_LOSSLESS;
     default:
         return false;
     }
@@ -215,7 +261,8 @@ static uint64_t parameters_bytes(const fkv_stream_row *fields, const fkv_plane_r
 {
     if (!fields->packed) return fkv_stream_parameters(plane->vector_bytes, fields->mode);
     if (fields->packed != 1 || !fkv_mode_is_prefix(fields->mode)) return UINT64_MAX;
-    uint32_t bytes = fkv_prefix_packed_bytes(row + sizeof *fields, room, plane->vector_bytes / 2);
+    uint32_t bytes = fkv_prefix_packed_bytes(row + sizeof *fields, room,
+                                             plane->vector_bytes / fkv_mode_element(fields->mode));
     return bytes ? bytes : UINT64_MAX;
 }
 
@@ -241,7 +288,7 @@ static bool decode_streams(fkv_header *h, const tlv_view *t, uint64_t *full_tota
                 const uint8_t *row = t[FKV_TLV_STREAMS].data + at;
                 fkv_stream_row fields;
                 memcpy(&fields, row, sizeof fields);
-                if (!mode_fits(fields.mode, plane->dtype, h->fixed.codec)) return false;
+                if (!mode_fits(fields.mode, plane, h->fixed.codec)) return false;
                 at += sizeof fields;
                 uint64_t size =
                     parameters_bytes(&fields, plane, row, t[FKV_TLV_STREAMS].length - at);
@@ -339,13 +386,26 @@ static bool decode(fkv_header *h)
     if (!decode_blocks(h, t) || !decode_geometry(h, t)) return false;
     if (t[FKV_TLV_PAGE_CRCS].length != 4 * (uint64_t)h->payload_pages) return false;
     h->page_crcs = (const uint32_t *)t[FKV_TLV_PAGE_CRCS].data;
-    if (f->codec == FKV_CODEC_RAW) return decode_raw(h, t);
+    if (f->codec == FKV_CODEC_RAW || f->codec == FKV_CODEC_ZSTD) return decode_raw(h, t);
     uint64_t full;
     return (f->codec == FKV_CODEC_LOSSLESS || f->codec == FKV_CODEC_FAST)
            && fkv_geometry_codable(&h->geometry)
            && f->payload_bytes == (uint64_t)h->payload_pages * FKV_PAGE_BYTES
            && f->logical_bytes == fkv_block_bytes(&h->geometry, f->tokens)
            && decode_streams(h, t, &full) && decode_stripes(h, t, full);
+}
+
+uint32_t fkv_chunk_of_page(const fkv_header *h, uint32_t page)
+{
+    uint32_t low = 0, high = h->chunk_count;
+    while (high - low > 1) {
+        uint32_t middle = (low + high) / 2;
+        if (h->chunk_pages[middle] <= page)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
 }
 
 uint32_t fkv_header_peek(const uint8_t *page)
@@ -363,6 +423,7 @@ uint32_t fkv_header_peek(const uint8_t *page)
 static void free_parts(fkv_header *h)
 {
     fkv_free(h->key_offsets), fkv_free(h->block_offsets), fkv_free(h->entry_streams);
+    fkv_free(h->chunk_pages), fkv_free(h->block_chunks);
     fkv_free(h->stream_offsets), fkv_free(h->stream_entries), fkv_free(h->stripes),
         fkv_free(h->stream_stripes);
 }
@@ -396,7 +457,7 @@ fkv_header *fkv_header_parse(const uint8_t *bytes, uint64_t length, const uint8_
         if (h->starved) *status = FKV_NO_MEMORY;
         goto refuse;
     }
-    h->bytes_total = (uint32_t)(sizeof *h + length + h->fixed.block_count * 12
+    h->bytes_total = (uint32_t)(sizeof *h + length + h->fixed.block_count * 16 + h->chunk_count * 4
                                 + h->stream_count * 14 + h->stripe_count * sizeof(fkv_stripe));
     *status = FKV_OK;
     return h;
@@ -439,6 +500,11 @@ void fkv_header_tlv(const uint8_t *header, uint64_t length, uint32_t type, uint3
     if (f.header_bytes > length || !tlvs_read(header, &f, t) || !t[type].data) return;
     *offset = (uint32_t)(t[type].data - header);
     *bytes = t[type].length;
+}
+
+uint32_t fkv_stream_parameter_bytes(uint32_t vector_bytes, uint32_t mode)
+{
+    return fkv_stream_parameters(vector_bytes, mode);
 }
 
 int64_t fkv_header_stripes(const uint8_t *header, uint64_t length, fkv_stripe *stripes,

@@ -16,6 +16,7 @@
 #define FKV_HEADER_BYTES_MAX (4u << 20)
 #define FKV_STRIPE_TOKENS_MAX 2047
 #define FKV_CODABLE_VECTOR_MAX 2048 /* longer vectors, and opaque ones, are stored raw */
+#define FKV_CODED_VALUES_MAX 1024   /* of a vector; of more the exponents are not coded */
 
 typedef struct {
     uint8_t mode;
@@ -38,6 +39,10 @@ typedef struct fkv_header {
     const uint32_t *page_crcs;
     uint32_t payload_pages;
     const uint8_t *inline_payload;
+    const uint32_t *chunk_rows; /* zstd: [chunk_count]: FKV_TLV_CHUNKS */
+    uint32_t *chunk_pages;      /* [chunk_count + 1]: first page of each, in the payload */
+    uint32_t *block_chunks;     /* [block_count + 1]: first chunk of each block */
+    uint32_t chunk_count;
     uint32_t stream_count;
     uint32_t *entry_streams;  /* first stream of (plane, layer), indexed like fkv_view.entries */
     uint32_t *stream_offsets; /* [stream_count]: of each fkv_stream_row, into bytes */
@@ -57,23 +62,66 @@ void fkv_header_retain(fkv_header *header);
 void fkv_header_release(fkv_header *header);
 uint32_t fkv_header_crc(const uint8_t *header, uint64_t length, const uint8_t *segment_uuid,
                         uint64_t epoch, uint32_t page);
-/* Whether a plane's values are those of the exponent codes. */
-static inline bool fkv_plane_halves(const fkv_plane_row *plane)
+/* Bytes of an element of a plane: what stays together where vectors are strided. */
+static inline uint32_t fkv_element_bytes(const fkv_plane_row *plane)
 {
-    return plane->dtype == FKV_DTYPE_BF16 || plane->dtype == FKV_DTYPE_FP16;
+    if (plane->dtype == FKV_DTYPE_FP32) return 4;
+    return plane->dtype == FKV_DTYPE_BF16 || plane->dtype == FKV_DTYPE_FP16 ? 2 : 1;
+}
+/* Whether an exponent code knows a plane's elements. */
+static inline bool fkv_plane_exponents(const fkv_plane_row *plane)
+{
+    const uint32_t element = fkv_element_bytes(plane);
+    if (plane->dtype == FKV_DTYPE_OPAQUE || plane->dtype == FKV_DTYPE_BYTES) return false;
+    return plane->vector_bytes % element == 0
+           && plane->vector_bytes / element <= FKV_CODED_VALUES_MAX;
+}
+/* Bytes of an element in a stream of this mode; of FKV_STREAM_PLAIN it doesn't matter. */
+static inline uint32_t fkv_mode_element(uint32_t mode)
+{
+    if (mode >= FKV_STREAM_FXP_FP32 && mode <= FKV_STREAM_PREFIX_FP32_SHORT) return 4;
+    return mode == FKV_STREAM_PREFIX_E4M3 || mode == FKV_STREAM_PREFIX_E5M2 ? 1 : 2;
 }
 static inline bool fkv_mode_is_prefix(uint32_t mode)
 {
-    return mode == FKV_STREAM_PREFIX_BF16 || mode == FKV_STREAM_PREFIX_FP16;
+    return mode == FKV_STREAM_PREFIX_BF16 || mode == FKV_STREAM_PREFIX_FP16
+           || (mode >= FKV_STREAM_PREFIX_FP32 && mode <= FKV_STREAM_PREFIX_E5M2);
 }
 /* Bytes of parameters that a stream of this mode has: a base, and a nibble or a byte for each
  * channel. */
 static inline uint32_t fkv_stream_parameters(uint32_t vector_bytes, uint32_t mode)
 {
+    const uint32_t values = vector_bytes / fkv_mode_element(mode);
     if (mode == FKV_STREAM_PLAIN) return 0;
-    if (fkv_mode_is_prefix(mode)) return 1 + vector_bytes / 2;
-    return 1 + (vector_bytes / 2 + 1) / 2;
+    return fkv_mode_is_prefix(mode) ? 1 + values : 1 + (values + 1) / 2;
 }
+/* The mode of a plane's streams in the prefix code or the fixed-width one, FKV_STREAM_PLAIN where that
+ * has none; of float32 the one that stores lower halves. */
+static inline uint32_t fkv_plane_mode(const fkv_plane_row *plane, bool prefix)
+{
+    if (!fkv_plane_exponents(plane)) return FKV_STREAM_PLAIN;
+    switch (plane->dtype) {
+    case FKV_DTYPE_BF16:
+        return prefix ? FKV_STREAM_PREFIX_BF16 : FKV_STREAM_FXP_BF16;
+    case FKV_DTYPE_FP16:
+        return prefix ? FKV_STREAM_PREFIX_FP16 : FKV_STREAM_FXP_FP16;
+    case FKV_DTYPE_FP32:
+        return prefix ? FKV_STREAM_PREFIX_FP32 : FKV_STREAM_FXP_FP32;
+    case FKV_DTYPE_E4M3:
+        return prefix ? FKV_STREAM_PREFIX_E4M3 : FKV_STREAM_PLAIN;
+    case FKV_DTYPE_E5M2:
+        return prefix ? FKV_STREAM_PREFIX_E5M2 : FKV_STREAM_PLAIN;
+    default:
+        return FKV_STREAM_PLAIN;
+    }
+}
+/* Whether a record's payload is blocks as raw has them, plain or in chunks; else it is streams. */
+static inline bool fkv_holds_blocks(const fkv_header *header)
+{
+    return header->fixed.codec == FKV_CODEC_RAW || header->fixed.codec == FKV_CODEC_ZSTD;
+}
+/* The chunk that has a page of the payload. */
+uint32_t fkv_chunk_of_page(const fkv_header *header, uint32_t page);
 bool fkv_geometry_valid(const fkv_geometry *geometry);
 bool fkv_geometry_codable(const fkv_geometry *geometry);
 uint32_t fkv_geometry_layers(const fkv_geometry *geometry);  /* of the plane with most */
@@ -105,12 +153,6 @@ static inline uint64_t fkv_vector(const fkv_view *view, const uint64_t *pointers
                         + (int64_t)token * place->token_stride);
 }
 
-/* Bytes of an element of a plane: what stays together where vectors are strided. */
-static inline uint32_t fkv_element_bytes(const fkv_plane_row *plane)
-{
-    if (plane->dtype == FKV_DTYPE_FP32) return 4;
-    return plane->dtype == FKV_DTYPE_BF16 || plane->dtype == FKV_DTYPE_FP16 ? 2 : 1;
-}
 /* Vectors between memory with a stride and side by side. */
 void fkv_vector_gather(const fkv_plane_row *plane, uint32_t stride, const uint8_t *from,
                        uint8_t *to);

@@ -5,6 +5,7 @@
  *  - a page is decoded only after its checksum was right.
  */
 #include "stripe.h"
+#include "codec_halves.h"
 
 bool fkv_stripe_decode(const fkv_header *h, const fkv_stripe *s, uint32_t vector_bytes,
                        fkv_last_plan *last, const uint8_t *in, const uint64_t *rows)
@@ -12,18 +13,25 @@ bool fkv_stripe_decode(const fkv_header *h, const fkv_stripe *s, uint32_t vector
     fkv_stream_row stream;
     const uint8_t *row = h->bytes + h->stream_offsets[s->stream], *parameters = row + sizeof stream;
     memcpy(&stream, row, sizeof stream);
-    if (!fkv_mode_is_prefix(stream.mode))
-        return fkv_fxp_decode(in, s->length, s->tokens, vector_bytes, stream.mode, parameters, rows)
-               == 0;
-    if (last->stream != s->stream) {
+    const uint32_t half_mode = fkv_mode_of_halves(stream.mode);
+    const bool prefix = fkv_mode_is_prefix(stream.mode), cuts = fkv_mode_cuts(stream.mode);
+    if (prefix && last->stream != s->stream) {
+        const uint32_t values = vector_bytes / fkv_mode_element(stream.mode);
         last->stream = FKV_NO_STREAM;
         if (stream.packed) {
-            fkv_prefix_unpack(parameters, vector_bytes / 2, last->parameters);
+            fkv_prefix_unpack(parameters, values, last->parameters);
             parameters = last->parameters;
         }
-        if (!fkv_prefix_plan_make(&last->plan, parameters, vector_bytes, stream.mode)) return false;
+        if (!fkv_prefix_plan_make(&last->plan, parameters, 2 * values, half_mode)) return false;
         last->stream = s->stream;
     }
+    if (cuts)
+        return fkv_halves_plan_decode(in, s->length, s->tokens, vector_bytes, stream.mode,
+                                      parameters, &last->plan, rows)
+               == 0;
+    if (!prefix)
+        return fkv_fxp_decode(in, s->length, s->tokens, vector_bytes, stream.mode, parameters, rows)
+               == 0;
     return fkv_prefix_plan_decode(in, s->length, s->tokens, &last->plan, rows) == 0;
 }
 
@@ -65,8 +73,8 @@ int fkv_record_decode(const uint8_t *record, uint64_t length, const uint8_t *seg
     fkv_header *h = fkv_header_parse(record, length, segment_uuid, epoch, page, &status);
     if (!h) return status;
     status = FKV_DAMAGED;
-    if (h->fixed.kind == FKV_KIND_DATA && h->fixed.codec != FKV_CODEC_RAW
-        && h->fixed.logical_bytes <= room && (uint64_t)h->fixed.pages * FKV_PAGE_BYTES <= length)
+    if (h->fixed.kind == FKV_KIND_DATA && !fkv_holds_blocks(h) && h->fixed.logical_bytes <= room
+        && (uint64_t)h->fixed.pages * FKV_PAGE_BYTES <= length)
         status = decode_all(h, record + (uint64_t)h->fixed.header_pages * FKV_PAGE_BYTES, out);
     fkv_header_release(h);
     return status;

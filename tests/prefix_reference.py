@@ -1,7 +1,7 @@
 """The prefix code in bit planes for tests: native functions on numpy arrays, and the format again.
 
 The second half is written from the description in docs/format.md, bit by bit, not from the C code.
-Vectors are uint16 arrays [rows, values], whatever the mode.
+Vectors are uint16 arrays [rows, values], whatever the mode; of one-byte types see widened().
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ from fxp_reference import CANARY, _u8, _u64, addresses, decoded_rows
 from flashkv.native import ffi, lib
 
 BF16, FP16 = int(lib.FKV_STREAM_PREFIX_BF16), int(lib.FKV_STREAM_PREFIX_FP16)
-EXPONENT_MAX = {BF16: 255, FP16: 31}
+E4M3, E5M2 = int(lib.FKV_STREAM_PREFIX_E4M3), int(lib.FKV_STREAM_PREFIX_E5M2)
+MODES = [BF16, FP16, E4M3, E5M2]
+EXPONENT_MAX = {BF16: 255, FP16: 31, E4M3: 15, E5M2: 31}
+PATTERN = {BF16: 0xFFFF, FP16: 0xFFFF, E4M3: 0xBF80, E5M2: 0xFF00}  # bits that a value may have
+MANTISSA = {BF16: 7, FP16: 10, E4M3: 3, E5M2: 2}
+PLANES = {BF16: [], FP16: [8, 9], E4M3: [8, 9, 7], E5M2: [8, 9]}  # bits of the mantissa
 ESCAPE, BATCH, GROUP = 15, 64, 64
 NARROW, WIDE = 0, 1
 DISTANCES = (
@@ -69,6 +74,12 @@ def decode(
     return decoded_rows(call, stripe, shape, behind=0xFF, **how)
 
 
+def widened(values: np.ndarray, mode: int) -> np.ndarray:
+    """uint8 elements of a one-byte type as the 16-bit values that are coded."""
+    wide = values.astype(np.uint16)
+    return wide << 8 if mode == E5M2 else (wide & 0x80) << 8 | (wide & 0x7F) << 7
+
+
 # ---- the format again -------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Channel:
@@ -116,7 +127,7 @@ def digits_of(symbol: int, kind: int) -> list[tuple[int, int]]:
 
 def fields(value: int, mode: int) -> tuple[bool, int, int]:
     """Sign, exponent, mantissa."""
-    if mode == FP16:
+    if mode != BF16:
         return bool(value >> 15), value >> 10 & 0x1F, value & 0x3FF
     return bool(value >> 15), value >> 7 & 0xFF, value & 0x7F
 
@@ -135,12 +146,13 @@ def reference_encode(values: np.ndarray, mode: int, parameters: np.ndarray) -> b
                 part.append((negative, mantissa, digits_of(symbol, channel.kind), channel))
                 if symbol == ESCAPE:
                     escapes.append(exponent)
-            if mode == FP16:
-                planes += [mantissa >> 8 & 1 for _, mantissa, _, _ in part]
-                planes += [mantissa >> 9 for _, mantissa, _, _ in part]
+            if mode != BF16:
+                for bit in PLANES[mode]:
+                    planes += [mantissa >> bit & 1 for _, mantissa, _, _ in part]
                 planes += [digits[0][0] & 1 for _, _, digits, _ in part]
+            if mode == FP16:
                 low += bytes(mantissa & 0xFF for _, mantissa, _, _ in part)
-            else:
+            elif mode == BF16:
                 low += bytes(mantissa | (digits[0][0] & 1) << 7 for _, mantissa, digits, _ in part)
             planes += [digits[0][0] >> 1 for _, _, digits, own in part if own.kind == WIDE]
             planes += [int(negative) for negative, _, _, own in part if not own.steady]
@@ -170,7 +182,7 @@ def reference_bits(values: np.ndarray, mode: int, parameters: np.ndarray) -> int
         for value, own in zip(row, known, strict=True):
             negative, exponent, _ = fields(value, mode)
             symbol = symbol_of(exponent, negative, own, mode)
-            total += (10 if mode == FP16 else 7) + (not own.steady)
+            total += MANTISSA[mode] + (not own.steady)
             total += sum(bits for _, bits in digits_of(symbol, own.kind))
             total += (8 + own.steady) * (symbol == ESCAPE)
     return total

@@ -12,6 +12,7 @@ import hashlib
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final
 
 import numpy as np
@@ -34,6 +35,7 @@ CODEC_NAMES: Final = {
     lib.FKV_CODEC_RAW: "raw",
     lib.FKV_CODEC_LOSSLESS: "lossless",
     lib.FKV_CODEC_FAST: "fast",
+    lib.FKV_CODEC_ZSTD: "zstd",
 }
 KIND_NAMES: Final = {lib.FKV_KIND_DATA: "data", lib.FKV_KIND_NAMESPACE: "namespace"}
 FIDELITY_NAMES: Final = {lib.FKV_FIDELITY_EXACT: "exact"}
@@ -43,6 +45,8 @@ DTYPE_NAMES: Final = {
     lib.FKV_DTYPE_FP16: "float16",
     lib.FKV_DTYPE_FP32: "float32",
     lib.FKV_DTYPE_BYTES: "one byte",
+    lib.FKV_DTYPE_E4M3: "float8_e4m3fn",
+    lib.FKV_DTYPE_E5M2: "float8_e5m2",
 }
 MODE_NAMES: Final = {
     lib.FKV_STREAM_PLAIN: "plain",
@@ -50,10 +54,16 @@ MODE_NAMES: Final = {
     lib.FKV_STREAM_FXP_FP16: "exponent code, float16",
     lib.FKV_STREAM_PREFIX_BF16: "prefix code, bfloat16",
     lib.FKV_STREAM_PREFIX_FP16: "prefix code, float16",
+    lib.FKV_STREAM_FXP_FP32: "exponent code, float32",
+    lib.FKV_STREAM_FXP_FP32_SHORT: "exponent code, float32 of 16 bits",
+    lib.FKV_STREAM_PREFIX_FP32: "prefix code, float32",
+    lib.FKV_STREAM_PREFIX_FP32_SHORT: "prefix code, float32 of 16 bits",
+    lib.FKV_STREAM_PREFIX_E4M3: "prefix code, float8_e4m3fn",
+    lib.FKV_STREAM_PREFIX_E5M2: "prefix code, float8_e5m2",
 }
 TLV_NAMES: Final = {
     getattr(lib, f"FKV_TLV_{name}"): name.lower()
-    for name in "BLOCKS KEYS PLANES PAGE_CRCS STREAMS STRIPES ORDER INLINE NAMESPACE".split()
+    for name in "BLOCKS KEYS PLANES PAGE_CRCS STREAMS STRIPES ORDER INLINE NAMESPACE CHUNKS".split()
 }
 _ROLES: Final = {role.native: role.value for role in Role}
 
@@ -268,7 +278,7 @@ class HeaderView:
     def blocks_in(self, page: int) -> set[int]:
         """Ordinals of the blocks that have bytes in a payload page."""
         facts = self.blocks()
-        if self["codec"] != lib.FKV_CODEC_RAW:
+        if self["codec"] not in (lib.FKV_CODEC_RAW, lib.FKV_CODEC_ZSTD):
             here = [stripe for stripe in self.stripes() if stripe.page == page]
             return {
                 block.ordinal
@@ -285,8 +295,14 @@ class HeaderView:
         )
         unit = limits.PAGE_BYTES if self["flags"] & lib.FKV_RECORD_ALIGNED else 1
         found, at = set(), 0
+        chunks = iter(np.frombuffer(self.tlv(lib.FKV_TLV_CHUNKS), "<u4").tolist())
         for block in facts:
             end = at + block.tokens * token_bytes
+            if self["codec"] == lib.FKV_CODEC_ZSTD:
+                count = -(-block.tokens * token_bytes // lib.FKV_CHUNK_BYTES)
+                stored = (row & lib.FKV_CHUNK_LENGTH_MASK for row in islice(chunks, count))
+                pages = sum(-(-length // limits.PAGE_BYTES) for length in stored)
+                end = at + pages * limits.PAGE_BYTES
             if at < (page + 1) * limits.PAGE_BYTES and end > page * limits.PAGE_BYTES:
                 found.add(block.ordinal)
             at = -(-end // unit) * unit
@@ -348,14 +364,9 @@ def flag_names(flags: int) -> str:
 
 def _parameters(data: bytes, vector_bytes: int, mode: int, packed: int) -> tuple[bytes, int]:
     """A stream's parameters, unpacked, and the bytes that they take at the start of data."""
-    values = vector_bytes // 2
-    if mode == lib.FKV_STREAM_PLAIN:
-        return b"", 0
-    if mode not in (lib.FKV_STREAM_PREFIX_BF16, lib.FKV_STREAM_PREFIX_FP16):
-        taken = 1 + (values + 1) // 2
-        return data[:taken], taken
+    count = int(lib.fkv_stream_parameter_bytes(vector_bytes, mode))
     if not packed:
-        return data[: 1 + values], 1 + values
-    unpacked = ffi.new("uint8_t[]", 1 + values)
-    lib.fkv_prefix_unpack(data, values, unpacked)
-    return bytes(unpacked), int(lib.fkv_prefix_packed_bytes(data, len(data), values))
+        return data[:count], count
+    unpacked = ffi.new("uint8_t[]", count)
+    lib.fkv_prefix_unpack(data, count - 1, unpacked)
+    return bytes(unpacked), int(lib.fkv_prefix_packed_bytes(data, len(data), count - 1))

@@ -44,7 +44,8 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
-dtypes = st.sampled_from(["bfloat16", "float16", "float32"])
+ELEMENTS = ["bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "int8"]
+dtypes = st.sampled_from(ELEMENTS)
 geometries = st.one_of(
     st.builds(
         KVGeometry.gqa, st.integers(1, 4), st.integers(1, 3), st.sampled_from([8, 20, 64]), dtypes

@@ -33,7 +33,7 @@ static void touch_streams(const fkv_header *h)
         const uint8_t *parameters = h->bytes + h->stream_offsets[i] + sizeof row;
         memcpy(&row, parameters - sizeof row, sizeof row);
         uint8_t unpacked[1 + FKV_CODABLE_VECTOR_MAX / 2];
-        if (row.packed) fkv_prefix_unpack(parameters, plane->vector_bytes / 2, unpacked);
+        if (row.packed) fkv_prefix_unpack(parameters, plane->vector_bytes / fkv_mode_element(row.mode), unpacked);
         for (uint32_t b = 0; b < fkv_stream_parameters(plane->vector_bytes, row.mode); b++)
             sum += row.packed ? unpacked[b] : parameters[b];
     }

@@ -1,7 +1,7 @@
 /* fuzz_prefix.c: stripes of the prefix code that no encoder wrote, on both code paths; and any
  * vectors through it and back.
  *
- * Input: mode and what to do, count of rows, values a row (16 bits), which rows are wanted (8 bits,
+ * Input: mode (bits 0 and 3) and what to do, count of rows, values a row (16 bits), which rows are wanted (8 bits,
  * repeated), the parameters, then the stripe or the rows.
  * Promises: nothing outside stripe, parameters and rows is touched; the paths agree in verdict,
  * costs and bytes; what is taken is just what the encoder gives for those rows; every bit comes
@@ -68,13 +68,25 @@ static void hostile(const stripe_shape *s, fuzz_input *in)
     give_back(stripe, length);
 }
 
+/* The bits that a value of one-byte types has. */
+static void keep_pattern(const stripe_shape *s, uint64_t address)
+{
+    const uint32_t pattern = s->mode == FKV_STREAM_PREFIX_E4M3   ? 0xBF80
+                             : s->mode == FKV_STREAM_PREFIX_E5M2 ? 0xFF00
+                                                                 : 0xFFFF;
+    uint8_t *row = (uint8_t *)(uintptr_t)address;
+    for (uint32_t i = 0; i < s->vector_bytes; i++) row[i] &= (uint8_t)(pattern >> 8 * (i % 2));
+}
+
 static void round_trip(stripe_shape *s, fuzz_input *in, bool choose)
 {
     uint64_t rows[ROWS_MAX], back[ROWS_MAX];
     uint32_t length;
     make_rows(s, rows, true);
-    for (uint32_t r = 0; r < s->count; r++)
+    for (uint32_t r = 0; r < s->count; r++) {
         take(in, (uint8_t *)(uintptr_t)rows[r], s->vector_bytes);
+        keep_pattern(s, rows[r]);
+    }
     if (choose) {
         uint8_t *portable = exactly(s->parameters_bytes);
         fkv_use_simd(0);
@@ -106,7 +118,10 @@ static void round_trip(stripe_shape *s, fuzz_input *in, bool choose)
 /* Whether the parameters are such as mean something; the decoder refuses the others. */
 static bool sane(const stripe_shape *s)
 {
-    if (s->mode == FKV_STREAM_PREFIX_FP16 && s->parameters[0] > 31) return false;
+    const uint32_t most = s->mode == FKV_STREAM_PREFIX_BF16   ? 255
+                          : s->mode == FKV_STREAM_PREFIX_E4M3 ? 15
+                                                              : 31;
+    if (s->parameters[0] > most) return false;
     for (uint32_t i = 1; i < s->parameters_bytes; i++)
         if ((s->parameters[i] & 0xC0) == 0x40) return false;
     return true;
@@ -116,7 +131,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
     fuzz_input in = {data, size};
     uint8_t control = take8(&in);
-    stripe_shape s = {.mode = control & 1 ? FKV_STREAM_PREFIX_FP16 : FKV_STREAM_PREFIX_BF16};
+    static const uint32_t modes[4] = {FKV_STREAM_PREFIX_BF16, FKV_STREAM_PREFIX_FP16,
+                                      FKV_STREAM_PREFIX_E4M3, FKV_STREAM_PREFIX_E5M2};
+    stripe_shape s = {.mode = modes[(control & 1) | (control >> 2 & 2)]};
     s.count = 1 + take8(&in) % ROWS_MAX;
     s.vector_bytes = 2 * (1 + take16(&in) % 1024u);
     s.wanted = take8(&in);

@@ -54,6 +54,10 @@ SHAPES: list[tuple[Any, str, int, int, int]] = [
     (KVGeometry.opaque(4096), "raw", 1, 3, 2),
     (KVGeometry.opaque(9000), "raw", 1, 2, 1),
     (KVGeometry.opaque(50), "raw", 1, 256, 4),
+    (KVGeometry.gqa(1, 2, 24, "float8_e5m2"), "lossless", 16, 70, 2),
+    (KVGeometry.gqa(1, 1, 24, "float8_e4m3fn"), "lossless", 16, 60, 2),
+    (KVGeometry.gqa(1, 1, 32, "float32"), "fast", 8, 64, 2),
+    (KVGeometry.opaque(30_000), "lossless", 1, 3, 2),  # chunks
 ]
 
 
@@ -130,21 +134,59 @@ def prefix_stripes() -> Iterator[bytes]:
     """Inputs of prefix: stripes that are right, and rows."""
     rng = np.random.default_rng(6)
     bf16, fp16 = int(lib.FKV_STREAM_PREFIX_BF16), int(lib.FKV_STREAM_PREFIX_FP16)
-    for mode, rows, values in [(bf16, 3, 8), (fp16, 4, 21), (bf16, 9, 64), (fp16, 2, 100)]:
-        fxp_mode = lib.FKV_STREAM_FXP_FP16 if mode == fp16 else lib.FKV_STREAM_FXP_BF16
+    e4m3, e5m2 = int(lib.FKV_STREAM_PREFIX_E4M3), int(lib.FKV_STREAM_PREFIX_E5M2)
+    shapes = [(bf16, 3, 8), (fp16, 4, 21), (bf16, 9, 64), (fp16, 2, 100), (e4m3, 9, 64)]
+    for mode, rows, values in [*shapes, (e5m2, 3, 70)]:
+        fxp_mode = lib.FKV_STREAM_FXP_BF16 if mode == bf16 else lib.FKV_STREAM_FXP_FP16
         bits = np.ascontiguousarray(vectors(rng, fxp_mode, rows, values))
         bits[:, ::3] |= 0x8000
+        bits &= {e4m3: 0xBF80, e5m2: 0xFF00}.get(mode, 0xFFFF)
         starts = np.array([bits.ctypes.data + r * 2 * values for r in range(rows)], np.uint64)
         parameters, out = np.zeros(1 + values, np.uint8), np.zeros(rows * values * 4, np.uint8)
         args = (pointer(starts, "uint64_t *"), rows, 2 * values, mode)
         lib.fkv_prefix_choose(*args, pointer(parameters, "uint8_t *"))
         chosen, room = pointer(parameters, "uint8_t *"), pointer(out, "uint8_t *")
         length = lib.fkv_prefix_encode(*args, chosen, room)
-        is_fp16 = int(mode == fp16)
+        control = {bf16: 0, fp16: 1, e4m3: 8, e5m2: 9}[mode]
         head = struct.pack("<BHB", rows - 1, values - 1, 0xFF) + parameters.tobytes()
-        yield bytes([2 | is_fp16]) + head + out[:length].tobytes()
-        yield bytes([is_fp16]) + head + bits.tobytes()
-        yield bytes([4 | is_fp16]) + head + bits.tobytes()
+        yield bytes([2 | control]) + head + out[:length].tobytes()
+        yield bytes([control]) + head + bits.tobytes()
+        yield bytes([4 | control]) + head + bits.tobytes()
+
+
+def halves_stripes() -> Iterator[bytes]:
+    """Inputs of halves: stripes that are right, and rows."""
+    rng = np.random.default_rng(7)
+    first = int(lib.FKV_STREAM_FXP_FP32)
+    for number, (rows, values) in enumerate([(3, 8), (4, 21), (2, 64), (5, 16), (9, 64), (2, 100)]):
+        mode, element = first + number, 4 if number < 4 else 1
+        bits = rng.integers(0, 256, (rows, values, element)).astype(np.uint8)
+        bits[..., -1] = rng.integers(0x3C, 0x40, (rows, values))
+        if number in (1, 3):
+            bits[..., :2] = 0
+        starts = np.array([bits[r].ctypes.data for r in range(rows)], np.uint64)
+        bases = number < 2
+        parameters = np.full(1 + (values + 1) // 2 if bases else 1 + values, 0x20, np.uint8)
+        parameters[0] = 127 if element == 4 else 7
+        out = np.zeros(rows * values * 8, np.uint8)
+        chosen, room = pointer(parameters, "uint8_t *"), pointer(out, "uint8_t *")
+        args = (pointer(starts, "uint64_t *"), rows, element * values, mode)
+        length = lib.fkv_halves_encode(*args, chosen, room)
+        head = struct.pack("<BHB", rows - 1, values - 1, 0xFF) + parameters.tobytes()
+        yield bytes([number]) + head + out[:length].tobytes()
+        yield bytes([8 | number]) + head + bits.tobytes()
+
+
+def chunks() -> Iterator[bytes]:
+    """Inputs of zstd: chunks that are right, and bytes."""
+    for number, content in enumerate((bytes(700), b"a key, a value; " * 40, bytes(range(256)) * 3)):
+        source = np.frombuffer(content, np.uint8)
+        for mode in (int(lib.FKV_CHUNK_ZSTD), int(lib.FKV_CHUNK_HALVES)):
+            out = np.zeros(len(content), np.uint8)
+            place, room = pointer(source, "uint8_t *"), pointer(out, "uint8_t *")
+            length = lib.fkv_zstd_encode(mode, place, len(content), room, len(content))
+            yield struct.pack("<BHB", mode, len(content), 0) + out[:length].tobytes()
+        yield struct.pack("<BHB", 4 | number % 2, len(content), 0) + content
 
 
 def logs() -> Iterator[bytes]:
@@ -217,6 +259,8 @@ def main() -> None:
         write("roundtrip", number, rows)
     for target, made in (
         ("prefix", prefix_stripes),
+        ("halves", halves_stripes),
+        ("zstd", chunks),
         ("manifest", logs),
         ("directory", directories),
         ("bloom", blooms),

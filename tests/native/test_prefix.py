@@ -16,12 +16,16 @@ from codec_contents import KINDS, make, streams_of
 from fxp_reference import code_path, scattered
 from hypothesis import given
 from hypothesis import strategies as st
-from prefix_reference import BF16, FP16
+from prefix_reference import BF16, E4M3, FP16, MODES
 
 
 def rows_that_fit(values: int, mode: int) -> int:
     """Rows whose fixed part fits a page for sure."""
-    return prefix.PAGE_BYTES * 8 // (values * (13 if mode == FP16 else 10))
+    return prefix.PAGE_BYTES * 8 // (values * (prefix.MANTISSA[mode] + 3))
+
+
+def contents(kind: str, rows: int, values: int, seed: int, mode: int) -> np.ndarray:
+    return make(kind, rows, values, seed) & np.uint16(prefix.PATTERN[mode])
 
 
 def check(
@@ -59,7 +63,7 @@ def check(
 
 @given(
     kind=st.sampled_from(KINDS),
-    mode=st.sampled_from([BF16, FP16]),
+    mode=st.sampled_from(MODES),
     values=st.one_of(
         st.integers(1, 200), st.sampled_from([16, 32, 48, 64, 80, 96, 128, 192, 256, 576, 1024])
     ),
@@ -72,10 +76,10 @@ def test_round_trip(
     kind: str, mode: int, values: int, share: float, gap_bytes: int, offset: int, seed: int
 ) -> None:
     rows = max(1, int(share * min(rows_that_fit(values, mode), 90)))
-    check(make(kind, rows, values, seed), mode, None, gap_bytes, offset)
+    check(contents(kind, rows, values, seed, mode), mode, None, gap_bytes, offset)
 
 
-@given(mode=st.sampled_from([BF16, FP16]), values=st.integers(1, 200), data=st.data())
+@given(mode=st.sampled_from(MODES), values=st.integers(1, 200), data=st.data())
 def test_any_parameters_are_exact(mode: int, values: int, data: st.DataObject) -> None:
     """Parameters that nobody would choose: windows past the ends, signs that are not steady."""
     seed = data.draw(st.integers(0, 2**32 - 1))
@@ -86,14 +90,14 @@ def test_any_parameters_are_exact(mode: int, values: int, data: st.DataObject) -
     parameters[1:][unsteady] &= 0xBF
     if data.draw(st.booleans()):  # few escapes, at least of the base
         parameters[1:] &= 0xE1
-        parameters[0] = 127 if mode == BF16 else 15
+        parameters[0] = {BF16: 127, E4M3: 7}.get(mode, 15)
     rows = max(1, rows_that_fit(values, mode) // 3)
-    check(make(data.draw(st.sampled_from(KINDS)), rows, values, seed), mode, parameters)
+    check(contents(data.draw(st.sampled_from(KINDS)), rows, values, seed, mode), mode, parameters)
 
 
-@pytest.mark.parametrize("mode", [BF16, FP16])
+@pytest.mark.parametrize("mode", MODES)
 def test_every_bit_pattern(mode: int) -> None:
-    patterns = np.arange(65536, dtype=np.uint16)
+    patterns = np.arange(65536, dtype=np.uint16) & np.uint16(prefix.PATTERN[mode])
     for part in np.split(patterns.reshape(-1, 64), 64):
         assert check(part, mode) <= prefix.PAGE_BYTES
     for part in np.split(patterns.reshape(64, -1).T.copy(), 64):
@@ -101,7 +105,7 @@ def test_every_bit_pattern(mode: int) -> None:
 
 
 @given(
-    mode=st.sampled_from([BF16, FP16]),
+    mode=st.sampled_from(MODES),
     kind=st.sampled_from(KINDS),
     values=st.integers(1, 140),
     seed=st.integers(0, 2**32 - 1),
@@ -109,7 +113,7 @@ def test_every_bit_pattern(mode: int) -> None:
 def test_unwanted_rows_are_skipped(mode: int, kind: str, values: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     rows = max(1, min(50, rows_that_fit(values, mode) // 3))
-    content = make(kind, rows, values, seed)
+    content = contents(kind, rows, values, seed, mode)
     parameters = prefix.choose(scattered(content), 2 * values, mode)
     stripe = prefix.reference_encode(content, mode, parameters)
     wanted = rng.random(rows) < rng.random()

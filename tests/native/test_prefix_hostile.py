@@ -11,7 +11,7 @@ from codec_contents import KINDS, make
 from fxp_reference import code_path, scattered
 from hypothesis import given
 from hypothesis import strategies as st
-from prefix_reference import BF16, FP16
+from prefix_reference import BF16, FP16, MODES
 
 
 def decode_on_all_paths(
@@ -29,14 +29,14 @@ def decode_on_all_paths(
 def a_stripe(kind: str, mode: int, values: int, seed: int) -> tuple[bytes, np.ndarray, int]:
     """(stripe, parameters, rows)."""
     rows = 1 + seed % max(1, min(40, 4096 * 8 // (values * 30)))
-    content = make(kind, rows, values, seed)
+    content = make(kind, rows, values, seed) & np.uint16(prefix.PATTERN[mode])
     parameters = prefix.choose(scattered(content), 2 * values, mode)
     return prefix.reference_encode(content, mode, parameters), parameters, rows
 
 
 STRIPES = {
     "kind": st.sampled_from(KINDS),
-    "mode": st.sampled_from([BF16, FP16]),
+    "mode": st.sampled_from(MODES),
     "values": st.integers(1, 140),
     "seed": st.integers(0, 2**32 - 1),
 }
@@ -67,7 +67,7 @@ def test_mutated_stripes(kind: str, mode: int, values: int, seed: int, flips: li
 
 
 @given(
-    mode=st.sampled_from([BF16, FP16]),
+    mode=st.sampled_from(MODES),
     rows=st.integers(1, 70),
     values=st.integers(1, 140),
     length=st.integers(0, 5000),
@@ -93,7 +93,7 @@ def test_absurd_counts_and_modes_are_refused() -> None:
             prefix.lib.fkv_prefix_decode(source, length, count, vector_bytes, mode, chosen, places)
         )
 
-    for mode in (BF16, FP16):
+    for mode in MODES:
         assert verdict(64, 2**32 - 1, 128, mode) == -1
         assert verdict(64, 2**32 - 1, 2**32 - 2, mode) == -1
         assert verdict(4096, 4097, 2, mode) == -1
