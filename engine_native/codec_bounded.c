@@ -117,7 +117,6 @@ static float middle_unit(float step, uint32_t low)
 static bool channel_plan(bounded_plan *plan, uint32_t c, channel_fields f)
 {
     const uint32_t low = f.code >> 1;
-    plan->divisor[c] = 1.0f;
     if (f.code == BOUNDED_NOTHING) return !f.carry && !f.delta && !f.middle;
     if (f.code >= BOUNDED_CODES) return false;
     int32_t exponent = plan->base - (int32_t)f.delta;
@@ -157,6 +156,8 @@ bool fkv_bounded_plan_make(bounded_plan *plan, const uint8_t *parameters, uint32
     for (int32_t l = 0; plan->by_token && l <= LEVEL_MAX; l++)
         plan->levels[l] = fkv_bounded_step(plan->base + (l << plan->unit));
     plan->groups = (plan->values + BOUNDED_GROUP - 1) / BOUNDED_GROUP;
+    for (uint32_t c = 0; c < plan->values + BOUNDED_GROUP; c++)
+        plan->divisor[c] = 1.0f, plan->top[c] = 1;
     const uint32_t size = plan->by_token ? 2 : 3;
     parameters += BOUNDED_HEAD;
     for (uint32_t c = 0; c < plan->values; c++, parameters += size)
@@ -415,7 +416,7 @@ uint32_t fkv_bounded_fit(const uint64_t *rows, uint32_t count, uint32_t exact,
                          bounded_scratch *s)
 {
     const uint32_t vector_bytes = plan->values * plan->element;
-    float row[BOUNDED_VALUES_MAX];
+    float row[BOUNDED_VALUES_MAX + BOUNDED_GROUP] = {0};
     uint32_t used = 0, coded = 0, totals[2] = {0, 0};
     if (exact > count) exact = count;
     if (exact * vector_bytes > space) exact = count = space / vector_bytes;

@@ -130,7 +130,7 @@ int fkv_bounded_plan_decode(const uint8_t *in, uint32_t length, uint32_t count, 
                                      uint16_t *prices);                                            \
     void fkv_bounded_quantise_##suffix(const float *values, const bounded_plan *plan, float step,  \
                                        float limit, float *state, uint8_t *low, uint8_t *rest,     \
-                                       uint32_t totals[2]);                                        \
+                                       uint32_t *totals);                                         \
     void fkv_bounded_emit_##suffix(const bounded_plan *plan, bounded_scratch *scratch,             \
                                    uint32_t *plane_bytes, uint32_t *digit_bytes);                  \
     const uint8_t *fkv_bounded_decode_##suffix(                                                    \

@@ -89,88 +89,135 @@ CORE void store_values(const float *values, uint32_t dtype, uint32_t in_use, uin
 
 /* ---- measuring ---- */
 
+/* What vectorises: selections by masks of ones, of the sizes that are compared. */
+CORE uint32_t mask_of(bool condition) { return condition ? UINT32_MAX : 0; }
+CORE float chosen(uint32_t mask, float yes, float no)
+{
+    return float_of_bits((bits_of_float(yes) & mask) | (bits_of_float(no) & ~mask));
+}
+CORE float size_of(float value) { return float_of_bits(bits_of_float(value) & 0x7FFFFFFF); }
+CORE uint32_t finite_mask(float value)
+{
+    return mask_of((bits_of_float(value) & 0x7FFFFFFF) < 0x7F800000);
+}
+
 /* Of each channel: mean, sum of squared deviations, sum of products of neighbouring ones, least and
  * greatest value, how many numbers; what is none is left out. sums: [6][width]. */
-CORE void measure(const float *values, uint32_t count, uint32_t width, float *sums)
+CORE void measure(const float *restrict values, uint32_t count, uint32_t width,
+                  float *restrict sums)
 {
-    float *mean = sums, *squares = sums + width, *products = sums + 2 * width,
-          *least = sums + 3 * width, *greatest = sums + 4 * width, *n = sums + 5 * width;
+    float *restrict mean = sums, *restrict squares = sums + width,
+          *restrict products = sums + 2 * width, *restrict least = sums + 3 * width,
+          *restrict greatest = sums + 4 * width, *restrict n = sums + 5 * width;
     memset(sums, 0, 6 * sizeof *sums * width);
     for (uint32_t c = 0; c < width; c++) least[c] = 3.4e38f, greatest[c] = -3.4e38f;
     for (uint32_t r = 0; r < count; r++) {
-        const float *row = values + (size_t)r * width;
+        const float *restrict row = values + (size_t)r * width;
         for (uint32_t c = 0; c < width; c++) {
-            float x = row[c], finite = is_finite(x) ? 1.0f : 0.0f;
-            n[c] += finite;
-            mean[c] += is_finite(x) ? x : 0.0f;
-            least[c] = is_finite(x) && x < least[c] ? x : least[c];
-            greatest[c] = is_finite(x) && x > greatest[c] ? x : greatest[c];
+            float x = row[c];
+            uint32_t finite = finite_mask(x);
+            n[c] += chosen(finite, 1.0f, 0.0f);
+            mean[c] += chosen(finite, x, 0.0f);
+            least[c] = chosen(finite & mask_of(x < least[c]), x, least[c]);
+            greatest[c] = chosen(finite & mask_of(x > greatest[c]), x, greatest[c]);
         }
     }
-    for (uint32_t c = 0; c < width; c++)
-        mean[c] = n[c] > 0.0f ? mean[c] / n[c] : 0.0f;
+    for (uint32_t c = 0; c < width; c++) mean[c] = n[c] > 0.0f ? mean[c] / n[c] : 0.0f;
     for (uint32_t r = 0; r < count; r++) {
-        const float *row = values + (size_t)r * width, *before = r ? row - width : row;
+        const float *restrict row = values + (size_t)r * width,
+                    *restrict before = r ? row - width : row;
+        const uint32_t follows = mask_of(r > 0);
         for (uint32_t c = 0; c < width; c++) {
             float x = row[c], last = before[c];
-            float d = is_finite(x) ? x - mean[c] : 0.0f,
-                  e = r && is_finite(last) ? last - mean[c] : 0.0f;
+            float d = chosen(finite_mask(x), x - mean[c], 0.0f),
+                  e = chosen(finite_mask(last) & follows, last - mean[c], 0.0f);
             squares[c] += d * d;
             products[c] += d * e;
         }
     }
 }
 
-/* Of one row: the deviation of its values and their range, in eight lanes of a fixed order. */
-CORE void spread_of(const float *row, uint32_t width, float *spread)
+#define LANES 8u
+/* Of one row: the variance of its values and their range, in lanes of a fixed order. */
+CORE void spread_of(const float *restrict row, uint32_t width, float *restrict spread)
 {
-    float sum[8] = {0}, squares[8] = {0}, least = 3.4e38f, greatest = -3.4e38f;
-    for (uint32_t i = 0; i < width; i++) {
-        float x = is_finite(row[i]) ? row[i] : 0.0f;
-        sum[i % 8] += x;
-        least = x < least ? x : least;
-        greatest = x > greatest ? x : greatest;
-    }
+    float sum[LANES] = {0}, squares[LANES] = {0}, least[LANES], greatest[LANES];
+    float padded[BOUNDED_VALUES_MAX + LANES];
+    const uint32_t whole = (width + LANES - 1) / LANES * LANES;
+    padded[0] = 0.0f;
+    for (uint32_t i = 0; i < width; i++) padded[i] = chosen(finite_mask(row[i]), row[i], 0.0f);
+    for (uint32_t i = width; i < whole; i++) padded[i] = 0.0f;
+    for (uint32_t l = 0; l < LANES; l++) least[l] = greatest[l] = padded[0];
+    for (uint32_t i = 0; i < whole; i += LANES)
+        for (uint32_t l = 0; l < LANES; l++) {
+            float x = padded[i + l];
+            uint32_t there = mask_of(i + l < width);
+            sum[l] += x;
+            least[l] = chosen(there & mask_of(x < least[l]), x, least[l]);
+            greatest[l] = chosen(there & mask_of(x > greatest[l]), x, greatest[l]);
+        }
     float mean = 0.0f, total = 0.0f;
-    for (int l = 0; l < 8; l++) mean += sum[l];
+    for (uint32_t l = 0; l < LANES; l++) mean += sum[l];
     mean /= (float)width;
-    for (uint32_t i = 0; i < width; i++) {
-        float d = is_finite(row[i]) ? row[i] - mean : 0.0f;
-        squares[i % 8] += d * d;
+    for (uint32_t i = 0; i < whole; i += LANES)
+        for (uint32_t l = 0; l < LANES; l++) {
+            float d = chosen(mask_of(i + l < width), padded[i + l] - mean, 0.0f);
+            squares[l] += d * d;
+        }
+    for (uint32_t l = 0; l < LANES; l++) {
+        total += squares[l];
+        least[0] = least[l] < least[0] ? least[l] : least[0];
+        greatest[0] = greatest[l] > greatest[0] ? greatest[l] : greatest[0];
     }
-    for (int l = 0; l < 8; l++) total += squares[l];
     spread[0] = total / (float)width;
-    spread[1] = greatest - least;
+    spread[1] = greatest[0] - least[0];
 }
 
 /* ---- quantising ---- */
 #define BOUNDED_MAGNITUDE_MAX 4095.0f
 
-/* Magnitudes with the plan's middles, steps and carries, whatever the codes; `state` goes on. */
-CORE void magnitudes_of(const float *values, uint32_t width, const bounded_plan *plan, float step,
-                        float *state, uint16_t *magnitudes)
+/* How many whole steps, at most BOUNDED_MAGNITUDE_MAX: what is no number as well. */
+CORE int32_t whole_steps(float d, float divisor)
 {
+    float ratio = size_of(d) / divisor;
+    return (int32_t)chosen(mask_of(ratio < BOUNDED_MAGNITUDE_MAX), ratio, BOUNDED_MAGNITUDE_MAX);
+}
+
+CORE float signed_like(float size, float of)
+{
+    return float_of_bits(bits_of_float(size) | (bits_of_float(of) & 0x80000000));
+}
+
+/* Magnitudes with the plan's middles, steps and carries, whatever the codes; `state` goes on. */
+CORE void magnitudes_of(const float *restrict values, uint32_t width, const bounded_plan *plan,
+                        bool by_token, float step, float *restrict state,
+                        uint16_t *restrict magnitudes)
+{
+    const float *restrict middle = plan->middle, *restrict carry = plan->carry,
+                *restrict divisors = plan->divisor;
     for (uint32_t c = 0; c < width; c++) {
-        float divisor = plan->by_token ? step : plan->divisor[c];
-        float from = values[c] - plan->middle[c], kept = plan->carry[c] * state[c];
-        float d = from - kept, ratio = (d < 0.0f ? -d : d) / divisor;
-        bool far = !(ratio < BOUNDED_MAGNITUDE_MAX);
-        float magnitude = far ? BOUNDED_MAGNITUDE_MAX : ratio;
-        int32_t whole = (int32_t)magnitude;
-        float back = ((float)whole + 0.5f) * divisor, next = kept + (d < 0.0f ? -back : back);
-        state[c] = far ? (is_finite(from) ? from : 0.0f) : next;
+        float divisor = by_token ? step : divisors[c];
+        float from = values[c] - middle[c], kept = by_token ? 0.0f : carry[c] * state[c];
+        float d = from - kept;
+        int32_t whole = whole_steps(d, divisor);
+        float next = kept + signed_like(((float)whole + 0.5f) * divisor, d);
+        uint32_t near = mask_of(whole < (int32_t)BOUNDED_MAGNITUDE_MAX);
+        if (!by_token)
+            state[c] = chosen(near, next, chosen(finite_mask(from), from, 0.0f));
         magnitudes[c] = (uint16_t)whole;
     }
 }
 
 /* Adds up what each code takes for each channel: prices[BOUNDED_CODES][width], bits. */
-CORE void prices_of(const uint16_t *magnitudes, uint32_t width, uint32_t element, uint16_t *prices)
+CORE void prices_of(const uint16_t *restrict magnitudes, uint32_t width, uint32_t element,
+                    uint16_t *restrict prices)
 {
     const uint16_t escape = (uint16_t)(BOUNDED_ROUNDS + 8 * element);
+#pragma GCC unroll 14
     for (uint32_t code = 0; code < BOUNDED_CODES; code++) {
         const uint16_t low = (uint16_t)(code >> 1), digit = (uint16_t)(1 + (code & 1)),
                        before = (uint16_t)((1 << digit) - 2), always = (uint16_t)(1 + low + digit);
-        uint16_t *sums = prices + (size_t)code * width;
+        uint16_t *restrict sums = prices + (size_t)code * width;
         for (uint32_t c = 0; c < width; c++) {
             uint16_t high = (uint16_t)(magnitudes[c] >> low);
             uint16_t more = (uint16_t)(high > before ? high - before : 0);
@@ -180,43 +227,60 @@ CORE void prices_of(const uint16_t *magnitudes, uint32_t width, uint32_t element
     }
 }
 
-/* One row: low and rest of each value; adds to *digits the further digits, to *escapes those. A value
- * that comes back further from itself than half a step, or not at all, is an escape. */
-CORE void quantise(const float *values, const bounded_plan *plan, bool by_token, float step,
-                   float limit, float *state, uint8_t *low, uint8_t *rest, uint32_t totals[2])
+/* 64 values of a row, those past its end in padding. */
+CORE void quantise_group(const float *restrict values, const bounded_plan *plan, uint32_t at,
+                         bool by_token, float step, float limit, float *restrict state,
+                         uint8_t *restrict low, uint8_t *restrict rest, uint32_t *restrict totals)
 {
-    uint32_t digits = 0, escapes = 0;
-    for (uint32_t c = 0; c < plan->values; c++) {
-        float divisor = by_token ? step : plan->divisor[c],
-              size = by_token ? step : plan->step[c];
-        if (by_token) size = plan->step[c] > 0.0f ? size : 0.0f;
-        float x = values[c], from = x - plan->middle[c];
-        float kept = by_token ? 0.0f : plan->carry[c] * state[c];
-        float d = by_token ? from : from - kept, ratio = (d < 0.0f ? -d : d) / divisor;
-        ratio = ratio < BOUNDED_MAGNITUDE_MAX ? ratio : BOUNDED_MAGNITUDE_MAX;
-        int32_t whole = (int32_t)ratio, top = plan->top[c], high = whole >> plan->shift[c];
-        float back = ((float)whole + 0.5f) * size;
-        back = d < 0.0f ? -back : back;
-        float next = by_token ? back : kept + back, y = plan->middle[c] + next, off = x - y;
-        off = off < 0.0f ? -off : off;
-        float size_of_x = x < 0.0f ? -x : x, size_of_y = y < 0.0f ? -y : y;
+    int32_t wholes[BOUNDED_GROUP], misses[BOUNDED_GROUP], signs[BOUNDED_GROUP];
+    float states[BOUNDED_GROUP];
+    const float *restrict middle = plan->middle + at, *restrict carry = plan->carry + at,
+                *restrict divisors = plan->divisor + at, *restrict steps = plan->step + at;
+    const uint8_t *restrict shift = plan->shift + at, *restrict tops = plan->top + at,
+                  *restrict first = plan->first + at;
+    for (uint32_t c = 0; c < BOUNDED_GROUP; c++) {
+        float size = by_token ? steps[c] * step : steps[c], x = values[c], from = x - middle[c];
+        float kept = by_token ? 0.0f : carry[c] * state[c], d = from - kept;
+        int32_t whole = whole_steps(d, by_token ? step : divisors[c]);
+        float next = kept + signed_like(((float)whole + 0.5f) * size, d), y = middle[c] + next;
         /* Half a step, and what float32 itself rounds off. */
-        bool good = off <= size * 0.5f + size_of_x * 2.3841858e-7f;
-        int32_t further = high - top;
-        bool escape = !good || !(size_of_y <= limit) || further >= (int32_t)BOUNDED_ROUNDS;
-        int32_t digit = high < top ? high : top, sign = d < 0.0f;
-        further = further > 0 ? further : 0;
-        further = escape ? (int32_t)BOUNDED_ROUNDS : further;
-        digit = escape ? top : digit;
-        sign = escape ? 0 : sign;
-        low[c] = (uint8_t)(escape ? 0 : whole & (plan->first[c] - 1));
-        rest[c] = (uint8_t)(digit | further << 2 | sign << 5);
-        state[c] = escape ? (is_finite(from) ? from : 0.0f) : next;
-        int32_t taken = further + 1 < (int32_t)BOUNDED_ROUNDS ? further + 1 : (int32_t)BOUNDED_ROUNDS;
-        digits += (uint32_t)(digit == top ? taken : 0);
-        escapes += escape;
+        float bound = size * 0.5f + size_of(x) * 2.3841858e-7f;
+        uint32_t good = mask_of(size_of(x - y) <= bound) & mask_of(size_of(y) <= limit);
+        int32_t further = (whole >> shift[c]) - tops[c];
+        uint32_t miss = ~good | mask_of(further >= (int32_t)BOUNDED_ROUNDS);
+        wholes[c] = whole, misses[c] = (int32_t)miss;
+        signs[c] = (int32_t)(bits_of_float(d) >> 31);
+        states[c] = chosen(miss, chosen(finite_mask(from), from, 0.0f), next);
     }
-    totals[0] += digits, totals[1] += escapes;
+    int32_t lows[BOUNDED_GROUP], rests[BOUNDED_GROUP], taken[BOUNDED_GROUP], lost[BOUNDED_GROUP];
+    for (uint32_t c = 0; c < BOUNDED_GROUP; c++) {
+        int32_t whole = wholes[c], top = tops[c], high = whole >> shift[c], miss = misses[c];
+        int32_t further = high > top ? high - top : 0, digit = high < top ? high : top;
+        further = (further & ~miss) | ((int32_t)BOUNDED_ROUNDS & miss);
+        digit = (digit & ~miss) | (top & miss);
+        int32_t bits = further < (int32_t)BOUNDED_ROUNDS ? further + 1 : (int32_t)BOUNDED_ROUNDS;
+        taken[c] = digit == top ? bits : 0;
+        /* A channel without bits has no escapes either: a stripe that none fits. */
+        lost[c] = miss & (first[c] ? 1 : (int32_t)FKV_PAGE_BYTES);
+        lows[c] = whole & (first[c] - 1) & ~miss;
+        rests[c] = digit | further << 2 | (signs[c] & ~miss) << 5;
+    }
+    int32_t digits = 0, escapes = 0;
+    for (uint32_t c = 0; c < BOUNDED_GROUP; c++) digits += taken[c], escapes += lost[c];
+    for (uint32_t c = 0; c < BOUNDED_GROUP; c++) low[c] = (uint8_t)lows[c];
+    for (uint32_t c = 0; c < BOUNDED_GROUP; c++) rest[c] = (uint8_t)rests[c];
+    if (!by_token) memcpy(state, states, sizeof states);
+    totals[0] += (uint32_t)digits, totals[1] += (uint32_t)escapes;
+}
+
+/* One row: low and rest of each value; adds to totals[0] the further digits, to totals[1] the escapes. A
+ * value that comes back further from itself than half a step, or not at all, is an escape. */
+CORE void quantise(const float *values, const bounded_plan *plan, bool by_token, float step,
+                   float limit, float *state, uint8_t *low, uint8_t *rest, uint32_t *totals)
+{
+    for (uint32_t at = 0; at < plan->values; at += BOUNDED_GROUP)
+        quantise_group(values + at, plan, at, by_token, step, limit, state + at, low + at,
+                       rest + at, totals);
 }
 
 /* ---- bytes and words ---- */
@@ -492,7 +556,10 @@ CORE const uint8_t *decode_rows(const bounded_plan *plan, uint32_t count, bool b
                                                      const bounded_plan *plan, float step,         \
                                                      float *state, uint16_t *magnitudes)           \
     {                                                                                              \
-        magnitudes_of(values, width, plan, step, state, magnitudes);                               \
+        if (plan->by_token)                                                                        \
+            magnitudes_of(values, width, plan, true, step, state, magnitudes);                     \
+        else                                                                                       \
+            magnitudes_of(values, width, plan, false, step, state, magnitudes);                    \
     }                                                                                              \
     CORE_TARGET void fkv_bounded_prices_##suffix(const uint16_t *magnitudes, uint32_t width,       \
                                                  uint32_t element, uint16_t *prices)               \
@@ -502,7 +569,7 @@ CORE const uint8_t *decode_rows(const bounded_plan *plan, uint32_t count, bool b
     CORE_TARGET void fkv_bounded_quantise_##suffix(const float *values, const bounded_plan *plan,  \
                                                    float step, float limit, float *state,          \
                                                    uint8_t *low, uint8_t *rest,                    \
-                                                   uint32_t totals[2])                             \
+                                                   uint32_t *totals)                             \
     {                                                                                              \
         if (plan->by_token)                                                                        \
             quantise(values, plan, true, step, limit, state, low, rest, totals);                   \

@@ -59,6 +59,7 @@ typedef struct {
 #define FKV_MANIFEST_KILL 4      /* payload: fkv_manifest_kill[] */
 #define FKV_MANIFEST_NAMESPACE 5 /* payload: digest[32] and canonical JSON */
 #define FKV_MANIFEST_RETIRED 6   /* payload: fkv_manifest_retired */
+#define FKV_MANIFEST_PROFILE 7   /* payload: digest[32] and canonical JSON */
 
 typedef struct {
     uint32_t crc; /* of the rest of this structure and the payload, seeded by the store uuid */

@@ -115,8 +115,8 @@ LOG_ROOM_BYTES: Final = 64 * KIB
 NAMESPACE_TEXT_SHARE: Final = 8
 """Readable identities in the log take at most an eighth of metadata's share of the capacity."""
 
-PROFILE_BYTES_MAX: Final = 256 * KIB
-"""A calibration profile: four levels of a thousand layers in ten digits each."""
+PROFILE_BYTES_MAX: Final = 64 * KIB
+"""A calibration profile: four levels of a thousand layers in eight digits each."""
 
 PROFILES_MAX: Final = 8
 """Profiles that the log keeps; the ones used last stay. Records need none to be read."""
