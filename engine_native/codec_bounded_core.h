@@ -430,21 +430,12 @@ CORE uint64_t get_rounds(bounded_rounds *b, const uint8_t *bits, uint64_t at, ui
     return at;
 }
 
-static const uint8_t bounded_ones[BOUNDED_LOW_MAX][BOUNDED_GROUP] = {
+/* 64 bytes alike: what a bit of a magnitude is worth; [6]: the sign. */
+#define ALIKE8(n) n, n, n, n, n, n, n, n
 #define ALIKE(n)                                                                                   \
-    {                                                                                              \
-        n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n,  \
-            n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, \
-            n, n, n, n, n                                                                          \
-    }
-    ALIKE(1), ALIKE(2), ALIKE(4), ALIKE(8), ALIKE(16), ALIKE(32),
-#undef ALIKE
-};
-static const uint8_t bounded_signs[BOUNDED_GROUP] = {
-    128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128,
-    128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128,
-    128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128,
-    128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128};
+    {ALIKE8(n), ALIKE8(n), ALIKE8(n), ALIKE8(n), ALIKE8(n), ALIKE8(n), ALIKE8(n), ALIKE8(n)}
+static const uint8_t bounded_worth[BOUNDED_LOW_MAX + 1][BOUNDED_GROUP] = {
+    ALIKE(1), ALIKE(2), ALIKE(4), ALIKE(8), ALIKE(16), ALIKE(32), ALIKE(128)};
 
 /* A group's values: words to magnitudes to numbers; `state` goes on. */
 CORE void place_group(const bounded_plan *plan, const bounded_batch *b, uint32_t i, bool by_token,
@@ -457,13 +448,13 @@ CORE void place_group(const bounded_plan *plan, const bounded_batch *b, uint32_t
                    u1 = go[2][i] ^ go[4][i] ^ go[6][i], u2 = go[4][i];
     uint8_t fixed[BOUNDED_GROUP] = {0}, more[BOUNDED_GROUP] = {0}, sign[BOUNDED_GROUP] = {0};
     float values[BOUNDED_GROUP];
-    for (uint32_t k = 0; k < plan->low_planes[g]; k++) weigh(w->low[k], bounded_ones[k], fixed);
+    for (uint32_t k = 0; k < plan->low_planes[g]; k++) weigh(w->low[k], bounded_worth[k], fixed);
     weigh(w->first, plan->first + at, fixed);
     if (plan->wide[g]) weigh(w->second, plan->second + at, fixed);
-    weigh(w->sign, bounded_signs, sign);
-    weigh(u0, bounded_ones[0], more);
-    if (u1) weigh(u1, bounded_ones[1], more);
-    if (u2) weigh(u2, bounded_ones[2], more);
+    weigh(w->sign, bounded_worth[BOUNDED_LOW_MAX], sign);
+    weigh(u0, bounded_worth[0], more);
+    if (u1) weigh(u1, bounded_worth[1], more);
+    if (u2) weigh(u2, bounded_worth[2], more);
     const uint8_t *worth = plan->first + at;
     const float *middle = plan->middle + at, *carry = plan->carry + at, *steps = plan->step + at;
     const float step = b->step[i];

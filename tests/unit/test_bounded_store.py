@@ -194,6 +194,27 @@ def test_what_no_bound_makes_smaller_stays_exact(tmp_path: Path) -> None:
         assert (out == one[:1]).all()
 
 
+def test_vectors_that_drift_take_no_more_than_without_bounds(tmp_path: Path) -> None:
+    """Two or three tokens a page, and each page's first one has nothing to be predicted from."""
+    dim = 1024
+    geometry = KVGeometry.gqa(1, 1, dim, "bfloat16")
+    rng = np.random.default_rng(6)
+    drift = np.cumsum(np.full((96, dim), 1.0), 0) + 0.01 * rng.normal(size=(96, dim))
+    numbers = np.stack([drift, rng.normal(size=drift.shape)]).astype(np.float32)
+    block = np.ascontiguousarray(bits_of(numbers, "bfloat16")[None, None, :, None])
+    sizes = []
+    for codec in ("bounded-1", "lossless"):
+        with open_store(tmp_path / codec, geometry, codec=codec) as store:
+            ns = store.namespace(IDENTITY)
+            assert ns.put([b"k"], block).all_ok
+            out = np.zeros_like(block)
+            assert ns.get([b"k"], out).all_ok
+            sizes.append(store.stats().record_bytes_written)
+        x, y = numbers_from(block, "bfloat16"), numbers_from(out, "bfloat16")
+        assert np.abs(x - y).max() < 2
+    assert sizes[0] < sizes[1] * 1.02
+
+
 def test_latents_are_bounded(tmp_path: Path) -> None:
     geometry = KVGeometry.mla(2, 64, 32, "bfloat16")
     numbers = bits_of(numbers_of(3, dim=96)[:, :, 0, 0], "bfloat16")  # [token, layer, 96]
