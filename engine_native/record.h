@@ -9,6 +9,7 @@
  */
 #ifndef FLASHKV_RECORD_H
 #define FLASHKV_RECORD_H
+#include "codec_bounded.h"
 #include "flashkv_native.h"
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -91,6 +92,7 @@ static inline bool fkv_mode_is_prefix(uint32_t mode)
  * channel. */
 static inline uint32_t fkv_stream_parameters(uint32_t vector_bytes, uint32_t mode)
 {
+    if (fkv_mode_bounded(mode)) return fkv_bounded_parameters(vector_bytes, mode);
     const uint32_t values = vector_bytes / fkv_mode_element(mode);
     if (mode == FKV_STREAM_PLAIN) return 0;
     return fkv_mode_is_prefix(mode) ? 1 + values : 1 + (values + 1) / 2;

@@ -13,6 +13,18 @@ bool fkv_stripe_decode(const fkv_header *h, const fkv_stripe *s, uint32_t vector
     fkv_stream_row stream;
     const uint8_t *row = h->bytes + h->stream_offsets[s->stream], *parameters = row + sizeof stream;
     memcpy(&stream, row, sizeof stream);
+    if (fkv_mode_bounded(stream.mode)) {
+        if (last->stream != s->stream) {
+            last->stream = FKV_NO_STREAM;
+            if (!fkv_bounded_plan_make(&last->bounded, parameters, vector_bytes, stream.mode))
+                return false;
+            last->stream = s->stream;
+        }
+        const uint32_t exact = last->bounded.exact, first = s->first_token;
+        return fkv_bounded_plan_decode(in, s->length, s->tokens, exact > first ? exact - first : 0,
+                                       &last->bounded, rows)
+               == 0;
+    }
     const uint32_t half_mode = fkv_mode_of_halves(stream.mode);
     const bool prefix = fkv_mode_is_prefix(stream.mode), cuts = fkv_mode_cuts(stream.mode);
     if (prefix && last->stream != s->stream) {

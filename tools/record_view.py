@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashkv import limits
+from flashkv.codec import FIDELITIES
 from flashkv.errors import native_ok
 from flashkv.geometry import AXES, Role
 from flashkv.identity import Shard
@@ -36,9 +37,11 @@ CODEC_NAMES: Final = {
     lib.FKV_CODEC_LOSSLESS: "lossless",
     lib.FKV_CODEC_FAST: "fast",
     lib.FKV_CODEC_ZSTD: "zstd",
+    lib.FKV_CODEC_BOUNDED: "bounded",
+    lib.FKV_CODEC_COLD: "cold",
 }
 KIND_NAMES: Final = {lib.FKV_KIND_DATA: "data", lib.FKV_KIND_NAMESPACE: "namespace"}
-FIDELITY_NAMES: Final = {lib.FKV_FIDELITY_EXACT: "exact"}
+FIDELITY_NAMES: Final = {number: name for name, number in FIDELITIES.items()}
 DTYPE_NAMES: Final = {
     lib.FKV_DTYPE_OPAQUE: "opaque",
     lib.FKV_DTYPE_BF16: "bfloat16",
@@ -60,10 +63,18 @@ MODE_NAMES: Final = {
     lib.FKV_STREAM_PREFIX_FP32_SHORT: "prefix code, float32 of 16 bits",
     lib.FKV_STREAM_PREFIX_E4M3: "prefix code, float8_e4m3fn",
     lib.FKV_STREAM_PREFIX_E5M2: "prefix code, float8_e5m2",
+    lib.FKV_STREAM_CHANNELS_BF16: "bounded by channel, bfloat16",
+    lib.FKV_STREAM_CHANNELS_FP16: "bounded by channel, float16",
+    lib.FKV_STREAM_CHANNELS_FP32: "bounded by channel, float32",
+    lib.FKV_STREAM_TOKENS_BF16: "bounded by token, bfloat16",
+    lib.FKV_STREAM_TOKENS_FP16: "bounded by token, float16",
+    lib.FKV_STREAM_TOKENS_FP32: "bounded by token, float32",
 }
 TLV_NAMES: Final = {
     getattr(lib, f"FKV_TLV_{name}"): name.lower()
-    for name in "BLOCKS KEYS PLANES PAGE_CRCS STREAMS STRIPES ORDER INLINE NAMESPACE CHUNKS".split()
+    for name in (
+        "BLOCKS KEYS PLANES PAGE_CRCS STREAMS STRIPES ORDER INLINE NAMESPACE PROFILE CHUNKS".split()
+    )
 }
 _ROLES: Final = {role.native: role.value for role in Role}
 
@@ -103,7 +114,7 @@ class PlaneFacts:
 
 @dataclass(frozen=True)
 class StreamFacts:
-    """One (layer, plane, head). parameters: of its code, unpacked."""
+    """One (layer, plane, head). parameters: of its code, by mode, unpacked: see docs/format.md."""
 
     stream: int
     layer: int
@@ -338,6 +349,8 @@ class HeaderView:
         fields["flags"] = flag_names(fields["flags"])
         if fields["start_token"] == lib.FKV_POSITION_UNKNOWN:
             fields["start_token"] = None
+        if self.good and self.tlv(lib.FKV_TLV_PROFILE):
+            fields["profile"] = self.tlv(lib.FKV_TLV_PROFILE).hex()
         return fields
 
     def shard_text(self) -> str:
