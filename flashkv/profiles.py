@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 
 from flashkv import limits
 from flashkv.errors import OptionsError
-from flashkv.geometry import KVGeometry
 
 BOUNDED_LEVELS: Final = ("bounded-1", "bounded-2", "bounded-3", "bounded-4")
 DEFAULT_FACTORS: Final = {
@@ -107,9 +106,8 @@ def step_factors(
     return np.repeat(default, layers, axis=1), None
 
 
-def check_layers(profile: object, geometry: KVGeometry) -> None:
+def check_layers(profile: object, layers: int) -> None:
     """Raises OptionsError where a profile was made for a model of another number of layers."""
-    layers = max(plane.layers for group in geometry.groups for plane in group.planes)
     if isinstance(profile, Profile) and profile.layers != layers:
         raise OptionsError(
             "the profile was made for a model of another depth",

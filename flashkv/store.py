@@ -158,7 +158,8 @@ class Store:
         block, state, log_found = opening.load_manifest(folder, files)
         self.geometry = opening.stored_geometry(block, geometry, self.path)
         self.superblock = block
-        check_layers(options.profile, self.geometry)
+        planes = [plane for group in self.geometry.groups for plane in group.planes]
+        check_layers(options.profile, max(plane.layers for plane in planes))
         self.store_uuid = block.store_uuid
         self.capacity_bytes = opening.given_capacity(capacity) or block.capacity_bytes
         self.io = opening.open_io(folder, options, files, read_only=self.read_only)

@@ -10,7 +10,7 @@ import numpy as np
 from bounded_reference import MODES, PAGE_BYTES
 from codec_contents import KINDS, make
 from fxp_reference import code_path, scattered
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashkv.native import lib
@@ -53,6 +53,7 @@ STRIPES = {
 }
 
 
+@settings(deadline=None)
 @given(**STRIPES, cut=st.integers(1, 200))
 def test_truncated_and_longer_stripes_are_refused(
     kind: str, mode: int, values: int, seed: int, cut: int
@@ -66,6 +67,7 @@ def test_truncated_and_longer_stripes_are_refused(
     assert decode_on_all_paths(stripe[:-cut], shape, mode, parameters) is None
 
 
+@settings(deadline=None)
 @given(**STRIPES, flips=st.lists(st.integers(0, 2**31), min_size=1, max_size=6))
 def test_mutated_stripes(kind: str, mode: int, values: int, seed: int, flips: list[int]) -> None:
     made = a_stripe(kind, mode, values, seed)
@@ -78,6 +80,7 @@ def test_mutated_stripes(kind: str, mode: int, values: int, seed: int, flips: li
     decode_on_all_paths(bytes(mutated), shape, mode, parameters)
 
 
+@settings(deadline=None)
 @given(
     mode=st.sampled_from(MODES),
     rows=st.integers(1, 70),

@@ -20,7 +20,7 @@ TOOLS = PACKAGE.parent / "tools"
 LEVELS: list[set[str]] = [
     {"_native", "limits", "gate", "background"},
     {"errors", "native"},
-    {"checks"},
+    {"checks", "profiles"},
     {"dtypes", "options", "openfiles", "filesystem"},
     {"geometry", "arrays", "checksums", "folder"},
     {"layout", "identity", "staging", "superblock"},
@@ -31,7 +31,7 @@ LEVELS: list[set[str]] = [
     {"directory", "flights", "space"},
     {"sealer"},
     {"segment_writer", "segment_reader", "recovery", "cleaning"},
-    {"opening", "tickets"},
+    {"opening", "tickets", "conversion"},
     {"namespace"},
     {"snapshot"},
     {"store"},
