@@ -268,5 +268,6 @@ typedef struct {
 #define FKV_STREAM_PREFIX_FP32_SHORT 19
 #define FKV_STREAM_PREFIX_E4M3 20 /* one byte, exponents as in PREFIX_FP16 */
 #define FKV_STREAM_PREFIX_E5M2 21
+#define FKV_STREAM_DELTA 22 /* every type: what changed since the token before */
 #define FKV_STREAM_GROUP 16 /* channels that share one exponent base */
 #endif

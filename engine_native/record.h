@@ -89,6 +89,7 @@ static inline uint32_t fkv_stream_parameters(uint32_t vector_bytes, uint32_t mod
     const uint32_t values = vector_bytes / fkv_mode_element(mode);
     switch (mode) {
     case FKV_STREAM_PLAIN:
+    case FKV_STREAM_DELTA:
         return 0;
     case FKV_STREAM_FXP_BF16:
     case FKV_STREAM_FXP_FP16:
