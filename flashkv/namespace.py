@@ -222,7 +222,7 @@ class Namespace:
         table["first_block"] = plan.first
         table["block_count"] = plan.count
         table["start_token"] = plan.start_token
-        table["codec"] = CODECS[self._store.options.codec]
+        table["codec"] = CODECS[self._store.codec_choice.current()]
         return EncodeJob(
             geometry=self.geometry.native(group),
             view=memory.view.pointer,

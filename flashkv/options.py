@@ -19,7 +19,7 @@ from flashkv import limits
 from flashkv.errors import OptionsError
 
 BACKENDS: Final = ("auto", "io_uring", "threads")
-CODECS: Final = ("lossless", "fast", "raw")
+CODECS: Final = ("lossless", "fast", "raw", "auto")
 ENV_BACKEND: Final = "FLASHKV_BACKEND"
 ENV_CODEC: Final = "FLASHKV_CODEC"
 
@@ -69,8 +69,9 @@ class Options:
     """How a store works. Sizes may be given as text ("64MiB"); they are ints afterwards.
 
     backend             "auto": io_uring where it works, else threads. FLASHKV_BACKEND overrides.
-    codec               "lossless" (bit-exact), "fast" (bit-exact too; larger, decoded faster) or
-                        "raw" (as it is). For new records; FLASHKV_CODEC overrides.
+    codec               "lossless" (bit-exact), "fast" (bit-exact too; larger, decoded faster),
+                        "auto" (the better of these two for the device that is measured) or "raw"
+                        (as it is). For new records; FLASHKV_CODEC overrides.
     queue_depth         operations at the device at once.
     workers             threads that check and code; None: the processors, at most 8.
     io_threads          of the threads backend; None: as the queue depth, at most 32.
