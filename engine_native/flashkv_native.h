@@ -513,6 +513,11 @@ int fkv_zstd_decode(uint32_t row, const uint8_t *in, uint8_t *out, uint32_t leng
 /* Whether the system has zstd, and it is wanted (fkv_use_zstd(0), for tests: as if it had none). */
 int fkv_zstd_there(void);
 void fkv_use_zstd(int want);
+/* Vectors as what changed since the one before, likewise; without parameters. */
+void fkv_delta_costs(const uint64_t *rows, uint32_t count, uint32_t vector_bytes, uint16_t *bits);
+uint32_t fkv_delta_encode(const uint64_t *rows, uint32_t count, uint32_t vector_bytes, uint8_t *out);
+int fkv_delta_decode(const uint8_t *in, uint32_t length, uint32_t count, uint32_t vector_bytes,
+                     const uint64_t *rows);
 /* Both codes of float32 and one-byte floats, likewise; parameters: of their 16-bit values. */
 uint32_t fkv_halves_encode(const uint64_t *rows, uint32_t count, uint32_t vector_bytes,
                            uint32_t mode, const uint8_t *parameters, uint8_t *out);

@@ -281,6 +281,7 @@ typedef struct {
 #define FKV_STREAM_PREFIX_FP32_SHORT 19
 #define FKV_STREAM_PREFIX_E4M3 20 /* one byte, exponents as in PREFIX_FP16 */
 #define FKV_STREAM_PREFIX_E5M2 21
+#define FKV_STREAM_DELTA 22 /* every type: what changed since the token before */
 /* Bounded: numbers between steps of a channel, or of a token; the type of the plane's elements. */
 #define FKV_STREAM_CHANNELS_BF16 32
 #define FKV_STREAM_CHANNELS_FP16 33

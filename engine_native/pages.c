@@ -9,6 +9,7 @@
  */
 #include "allocate.h"
 #include "codec_bounded.h"
+#include "codec_delta.h"
 #include "codec_fxp.h"
 #include "codec_halves.h"
 #include "encode.h"
@@ -49,6 +50,7 @@ typedef struct {
     uint32_t packed_bytes;
     uint32_t layer, exact; /* of the stream at hand; exact: tokens kept as they are if bounded */
     bounded_work *bounded; /* where streams may be bounded, else NULL */
+    uint32_t delta_bytes;  /* of the stream's vectors, in FKV_STREAM_DELTA; else 0 */
 } packer;
 
 void fkv_parts_free(fkv_record_parts *parts)
@@ -107,7 +109,10 @@ static uint64_t packer_costs(packer *p, const fkv_plane_row *plane, uint32_t mod
                    rest_bits = 8 * values * fkv_mode_rest(mode);
     const uint64_t *rows = (fkv_mode_cuts(mode) ? p->half_rows : p->rows) + first;
     uint64_t total = 0;
-    if (prefix_mode(half_mode)) {
+    p->delta_bytes = mode == FKV_STREAM_DELTA ? plane->vector_bytes : 0;
+    if (p->delta_bytes) {
+        fkv_delta_costs(rows, count, plane->vector_bytes, p->costs + first);
+    } else if (prefix_mode(half_mode)) {
         bool made = fkv_prefix_plan_make(&p->plan, p->parameters, 2 * values, half_mode);
         assert(made);
         (void)made;
@@ -122,12 +127,21 @@ static uint64_t packer_costs(packer *p, const fkv_plane_row *plane, uint32_t mod
     return total;
 }
 
+/* Bits of a vector that begins a stripe. */
+static uint32_t packer_first_cost(const packer *p, uint32_t token)
+{
+    if (!p->delta_bytes) return p->costs[token];
+    return fkv_delta_cost(NULL, (const uint8_t *)(uintptr_t)p->rows[token], p->delta_bytes);
+}
+
 /* Tokens from `first` on that fit into `space` bytes. */
 static uint32_t packer_fit(const packer *p, uint32_t first, uint32_t end, uint32_t space,
                            uint32_t *bits)
 {
-    uint32_t used = 0, t = first;
+    uint32_t used = packer_first_cost(p, first), t = first + 1;
+    *bits = 0;
     if (end - first > FKV_STRIPE_TOKENS_MAX) end = first + FKV_STRIPE_TOKENS_MAX;
+    if (used > 8 * space) return 0;
     while (t < end && used + p->costs[t] <= 8 * space) used += p->costs[t++];
     *bits = used;
     return t - first;
@@ -199,7 +213,8 @@ static int packer_stripe(packer *p, const fkv_plane_row *plane, const fkv_stream
     const uint64_t *rows = p->rows + first;
     const uint32_t bytes = plane->vector_bytes, mode = stream->mode;
     uint32_t length =
-        fkv_mode_bounded(mode)
+        mode == FKV_STREAM_DELTA ? fkv_delta_encode(rows, count, bytes, out)
+        : fkv_mode_bounded(mode)
             ? fkv_bounded_emit(rows, &p->bounded->plan, &p->bounded->scratch, out)
         : fkv_mode_cuts(mode)
             ? fkv_halves_plan_encode(rows, count, bytes, mode, p->parameters, &p->plan, out)
@@ -242,9 +257,9 @@ static uint64_t fixed_row_bytes(uint32_t vector_bytes, uint32_t mode)
     return fxp_row_bytes(values, mode == FKV_STREAM_FXP_FP16) + values * fkv_mode_rest(mode);
 }
 
-/* The mode that takes fewest bits, its parameters and its costs; returns their sum. What the
- * parameters take in the header counts. */
-static uint64_t packer_choose(packer *p, const fkv_plane_row *plane, uint8_t *mode)
+/* The code of exponents that takes fewest bits, or none, its parameters and its costs; returns their
+ * sum. What the parameters take in the header counts. */
+static uint64_t packer_choose_code(packer *p, const fkv_plane_row *plane, uint8_t *mode)
 {
     const uint32_t tokens = p->shape->tokens, bytes = plane->vector_bytes;
     const bool is_short =
@@ -335,6 +350,38 @@ static int packer_bounded_pages(packer *p, const fkv_plane_row *plane, fkv_strea
     return FKV_TOO_LARGE;
 }
 
+#define DELTA_SAMPLES 16u
+
+/* Whether vectors may have so much of their neighbours that changes take fewer bits than this. */
+static bool packer_may_repeat(const packer *p, uint32_t vector_bytes, uint64_t bits)
+{
+    const uint32_t tokens = p->shape->tokens;
+    const uint32_t samples = tokens - 1 < DELTA_SAMPLES ? tokens - 1 : DELTA_SAMPLES;
+    uint64_t sum = 0;
+    for (uint32_t i = 0; i < samples; i++) {
+        const uint64_t *rows = p->rows + (uint64_t)(tokens - 1) * i / samples;
+        sum += fkv_delta_cost((const uint8_t *)(uintptr_t)rows[0],
+                              (const uint8_t *)(uintptr_t)rows[1], vector_bytes);
+    }
+    return sum * tokens < bits * samples;
+}
+
+/* The mode that takes fewest bits, its parameters and its costs; returns their sum. */
+static uint64_t packer_choose(packer *p, const fkv_plane_row *plane, uint8_t *mode)
+{
+    const uint32_t tokens = p->shape->tokens, bytes = plane->vector_bytes;
+    uint64_t bits = packer_choose_code(p, plane, mode);
+    const uint64_t all = bits + 8 * fkv_stream_parameters(bytes, *mode);
+    if (!packer_may_repeat(p, bytes, all)) return bits;
+    uint64_t delta = packer_costs(p, plane, FKV_STREAM_DELTA, 0, tokens);
+    /* Every stripe begins with a whole vector. */
+    const uint64_t begins = delta / (8 * FKV_PAGE_BYTES) + tokens / FKV_STRIPE_TOKENS_MAX + 2;
+    const uint64_t whole = begins * (9ull * bytes + 9);
+    if (delta + whole >= all) return packer_costs(p, plane, *mode, 0, tokens);
+    *mode = FKV_STREAM_DELTA;
+    return delta;
+}
+
 /* Chooses the stream's mode and writes its full pages. */
 static int packer_full_pages(packer *p, const fkv_plane_row *plane, uint32_t stream_index)
 {
@@ -351,6 +398,7 @@ static int packer_full_pages(packer *p, const fkv_plane_row *plane, uint32_t str
         if (status != FKV_OK) return status;
         packer_close_page(p);
         first += count, total -= bits, stream.full_stripes++;
+        if (first < tokens) total += packer_first_cost(p, first) - p->costs[first];
     }
     p->left_first[stream_index] = first;
     packer_row(p, plane, stream_index, &stream);

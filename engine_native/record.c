@@ -231,10 +231,9 @@ static bool mode_fits(uint32_t mode, const fkv_plane_row *plane, uint32_t codec)
     const bool lossy = codec == FKV_CODEC_BOUNDED || codec == FKV_CODEC_COLD;
     if (fkv_mode_bounded(mode)) return lossy && fkv_mode_dtype(mode) == dtype;
     if (lossy) codec = FKV_CODEC_LOSSLESS;
-    if (mode != FKV_STREAM_PLAIN && !fkv_plane_exponents(plane)) return false;
+    if (mode == FKV_STREAM_PLAIN || mode == FKV_STREAM_DELTA) return true;
+    if (!fkv_plane_exponents(plane)) return false;
     switch (mode) {
-    case FKV_STREAM_PLAIN:
-        return true;
     case FKV_STREAM_FXP_BF16:
         return dtype == FKV_DTYPE_BF16;
     case FKV_STREAM_FXP_FP16:

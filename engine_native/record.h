@@ -94,7 +94,7 @@ static inline uint32_t fkv_stream_parameters(uint32_t vector_bytes, uint32_t mod
 {
     if (fkv_mode_bounded(mode)) return fkv_bounded_parameters(vector_bytes, mode);
     const uint32_t values = vector_bytes / fkv_mode_element(mode);
-    if (mode == FKV_STREAM_PLAIN) return 0;
+    if (mode == FKV_STREAM_PLAIN || mode == FKV_STREAM_DELTA) return 0;
     return fkv_mode_is_prefix(mode) ? 1 + values : 1 + (values + 1) / 2;
 }
 /* The mode of a plane's streams in the prefix code or the fixed-width one, FKV_STREAM_PLAIN where that

@@ -13,6 +13,8 @@ bool fkv_stripe_decode(const fkv_header *h, const fkv_stripe *s, uint32_t vector
     fkv_stream_row stream;
     const uint8_t *row = h->bytes + h->stream_offsets[s->stream], *parameters = row + sizeof stream;
     memcpy(&stream, row, sizeof stream);
+    if (stream.mode == FKV_STREAM_DELTA)
+        return fkv_delta_decode(in, s->length, s->tokens, vector_bytes, rows) == 0;
     if (fkv_mode_bounded(stream.mode)) {
         if (last->stream != s->stream) {
             last->stream = FKV_NO_STREAM;

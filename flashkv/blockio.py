@@ -93,6 +93,7 @@ class BlockIO:
             workers = files.workers
         elif workers is None:
             workers = min(processors, WORKERS_DEFAULT_MAX)
+        self.workers = workers
         self._settings = {
             "queue_depth": queue_depth,
             "workers": workers,

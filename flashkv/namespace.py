@@ -163,7 +163,7 @@ class Namespace:
         store.check_writable()
         packed = Keys.pack(keys)
         packed_parents = _parents(parents, len(packed))
-        codec = store.options.codec if codec is None else check_codec(codec)
+        codec = store.codec_choice.current() if codec is None else check_codec(codec)
         if position is not None:
             position = checks.whole(MemoryViewError, "position", position, 0, (1 << 62) - 1)
         number = self.geometry.group_index(group)

@@ -20,7 +20,8 @@ from flashkv.errors import OptionsError
 from flashkv.profiles import BOUNDED_LEVELS, Profile
 
 BACKENDS: Final = ("auto", "io_uring", "threads")
-CODECS: Final = ("lossless", "fast", "raw", *BOUNDED_LEVELS, "cold")
+NAMED_CODECS: Final = ("lossless", "fast", "raw", *BOUNDED_LEVELS, "cold")
+CODECS: Final = (*NAMED_CODECS, "auto")
 ENV_BACKEND: Final = "FLASHKV_BACKEND"
 ENV_CODEC: Final = "FLASHKV_CODEC"
 
@@ -70,9 +71,10 @@ class Options:
     """How a store works. Sizes may be given as text ("64MiB"); they are ints afterwards.
 
     backend             "auto": io_uring where it works, else threads. FLASHKV_BACKEND overrides.
-    codec               "lossless" (bit-exact), "fast" (bit-exact too; larger, decoded faster) or
-                        "raw" (as it is); with a bounded error "bounded-1" (finest) to "bounded-4",
-                        and "cold". For new records; FLASHKV_CODEC overrides.
+    codec               "lossless" (bit-exact), "fast" (bit-exact too; larger, decoded faster),
+                        "auto" (the better of these two for the device that is measured) or "raw"
+                        (as it is); with a bounded error "bounded-1" (finest) to "bounded-4", and
+                        "cold". For new records; FLASHKV_CODEC overrides.
     profile             calibration of the bounded levels: a path, or what the file holds; None:
                         steps in proportion to each stream's deviation. See profiles.py.
     queue_depth         operations at the device at once.
@@ -199,7 +201,7 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 def check_codec(codec: object) -> str:
     """The name of a codec. Raises OptionsError."""
-    _check_choice("codec", codec, CODECS)
+    _check_choice("codec", codec, NAMED_CODECS)
     return str(codec)
 
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from flashkv import limits
 from flashkv.blockio import BlockIO
 from flashkv.checksums import crc32c
+from flashkv.codec_choice import device_speed
 from flashkv.errors import FormatError
 from flashkv.folder import segment_path
 from flashkv.native import dtype_of, ffi, lib
@@ -168,6 +169,14 @@ class Segments:
         """Segments in one of the states, oldest contents first."""
         found = [segment for segment in self._all.values() if segment.state in states]
         return sorted(found, key=lambda segment: (segment.first_sequence, segment.number))
+
+    def read_speed(self) -> float | None:
+        """Bytes a second of reading a full segment; None where there is none yet."""
+        sealed = [each.fd for each in self.in_state(SegmentState.SEALED) if each.has_file()]
+        if not sealed:
+            return None
+        # What is read is not used: that the segment may be freed meanwhile doesn't matter.
+        return device_speed(lambda array: self._io.read(sealed[-1], array, 0), self.segment_bytes)
 
     def count_files(self) -> int:
         """Segments whose files take space on disk."""

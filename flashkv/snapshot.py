@@ -37,6 +37,7 @@ def snapshot(store: Store, tickets_inflight: int, namespaces: int) -> Stats:
         direct_io=store.io.direct_io,
         code_paths=ffi.string(lib.fkv_code_paths()).decode(),
         codec=store.options.codec,
+        codec_choice=store.codec_choice.facts() if writing else {},
         read_only=store.read_only,
         capacity_bytes=store.capacity_bytes,
         segment_bytes=store.segments.segment_bytes,

@@ -69,6 +69,8 @@ class Stats:
                   cleaning.
     wa_total      all bytes that this process wrote to the store / record bytes accepted.
     compression   logical bytes stored / record bytes written for them.
+    codec_choice  of codec "auto": the codec of new records, how often it changed, and the speeds
+                  that were measured; else empty.
     """
 
     backend: str
@@ -120,6 +122,7 @@ class Stats:
     compression: float
     wa_cleaning: float
     wa_total: float
+    codec_choice: dict[str, int | str] = field(default_factory=dict)
     io: dict[str, int] = field(default_factory=dict)
     recovery: dict[str, int | bool] = field(default_factory=dict)
 

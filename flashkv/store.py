@@ -29,6 +29,7 @@ from flashkv import checks, limits, opening
 from flashkv.background import on_a_thread
 from flashkv.budget import make_budget
 from flashkv.codec import Staging
+from flashkv.codec_choice import CodecChoice, decoder_speeds
 from flashkv.errors import (
     BusyError,
     ClosedError,
@@ -210,6 +211,9 @@ class Store:
             self._folder, self.superblock, state, self.capacity_bytes, files
         )
         self.staging = Staging(int(options.staging_bytes))
+        self.codec_choice = CodecChoice(
+            options.codec, self.segments.read_speed, lambda: decoder_speeds(self.io.workers)
+        )
         self.space = Space(
             self.path,
             budget,

@@ -63,6 +63,7 @@ MODE_NAMES: Final = {
     lib.FKV_STREAM_PREFIX_FP32_SHORT: "prefix code, float32 of 16 bits",
     lib.FKV_STREAM_PREFIX_E4M3: "prefix code, float8_e4m3fn",
     lib.FKV_STREAM_PREFIX_E5M2: "prefix code, float8_e5m2",
+    lib.FKV_STREAM_DELTA: "token delta",
     lib.FKV_STREAM_CHANNELS_BF16: "bounded by channel, bfloat16",
     lib.FKV_STREAM_CHANNELS_FP16: "bounded by channel, float16",
     lib.FKV_STREAM_CHANNELS_FP32: "bounded by channel, float32",

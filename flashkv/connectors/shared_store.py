@@ -63,7 +63,7 @@ class StoreSettings:
 
     path      folder of the store; made where there is none.
     capacity  most bytes on disk: an int, or text as "64GiB".
-    codec     "lossless", "fast" or "raw"; None: the default, or FLASHKV_CODEC.
+    codec     "lossless", "fast", "auto" or "raw"; None: the default, or FLASHKV_CODEC.
     salt      text that separates keys that must not meet, as of two tenants.
     options   further fields of flashkv.Options.
     """

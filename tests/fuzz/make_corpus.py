@@ -58,6 +58,7 @@ SHAPES: list[tuple[Any, str, int, int, int]] = [
     (KVGeometry.gqa(1, 1, 24, "float8_e4m3fn"), "lossless", 16, 60, 2),
     (KVGeometry.gqa(1, 1, 32, "float32"), "fast", 8, 64, 2),
     (KVGeometry.opaque(30_000), "lossless", 1, 3, 2),  # chunks
+    (KVGeometry.gqa(1, 2, 10, "int8"), "fast", 9, 1, 2),  # zeros: token delta
 ]
 
 
@@ -177,6 +178,21 @@ def halves_stripes() -> Iterator[bytes]:
         yield bytes([8 | number]) + head + bits.tobytes()
 
 
+def delta_stripes() -> Iterator[bytes]:
+    """Inputs of delta: stripes that are right, and rows."""
+    rng = np.random.default_rng(8)
+    for number, (rows, size) in enumerate([(3, 8), (9, 13), (20, 64)]):
+        bits = np.repeat(rng.integers(0, 256, (1, size)), rows, axis=0).astype(np.uint8)
+        bits[rows // 2 :, number::5] += 1
+        starts = np.array([row.ctypes.data for row in bits], np.uint64)
+        out = np.zeros(rows * size * 2 + 8, np.uint8)
+        room = pointer(out, "uint8_t *")
+        length = lib.fkv_delta_encode(pointer(starts, "uint64_t *"), rows, size, room)
+        head = struct.pack("<BHB", rows - 1, size - 1, 0xFF)
+        yield b"\0" + head + out[:length].tobytes()
+        yield b"\1" + head + bits.tobytes()
+
+
 def chunks() -> Iterator[bytes]:
     """Inputs of zstd: chunks that are right, and bytes."""
     for number, content in enumerate((bytes(700), b"a key, a value; " * 40, bytes(range(256)) * 3)):
@@ -286,6 +302,7 @@ def main() -> None:
         ("halves", halves_stripes),
         ("zstd", chunks),
         ("bounded", bounded_stripes),
+        ("delta", delta_stripes),
         ("manifest", logs),
         ("directory", directories),
         ("bloom", blooms),

@@ -26,7 +26,7 @@ LEVELS: list[set[str]] = [
     {"layout", "identity", "staging", "superblock"},
     {"memory", "stats", "manifest_log"},
     {"blockio"},
-    {"index", "codec", "manifest", "policies", "budget"},
+    {"index", "codec", "codec_choice", "manifest", "policies", "budget"},
     {"segments", "leases", "records"},
     {"directory", "flights", "space"},
     {"sealer"},
