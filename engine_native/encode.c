@@ -22,7 +22,7 @@
     4u /* of fewer tokens the parameters would cost more than the code saves */
 
 /* The most that the rows of all streams can take. */
-static uint64_t stream_bytes_max(const fkv_geometry *g, bool prefix)
+static uint64_t stream_bytes_max(const fkv_geometry *g, bool prefix, bool lossy)
 {
     uint64_t bytes = 0;
     for (uint32_t p = 0; p < g->plane_count; p++) {
@@ -30,8 +30,12 @@ static uint64_t stream_bytes_max(const fkv_geometry *g, bool prefix)
         uint32_t mode = !fkv_plane_halves(plane) ? FKV_STREAM_PLAIN
                         : prefix                 ? FKV_STREAM_PREFIX_BF16
                                                  : FKV_STREAM_FXP_BF16;
-        bytes += (uint64_t)plane->layers * plane->heads
-                 * (sizeof(fkv_stream_row) + fkv_stream_parameters(plane->vector_bytes, mode));
+        uint64_t most = fkv_stream_parameters(plane->vector_bytes, mode);
+        uint32_t bounded = FKV_STREAM_CHANNELS_BF16 + plane->dtype - FKV_DTYPE_BF16;
+        if (lossy && plane->dtype >= FKV_DTYPE_BF16 && plane->dtype <= FKV_DTYPE_FP32
+            && fkv_stream_parameters(plane->vector_bytes, bounded) > most)
+            most = fkv_stream_parameters(plane->vector_bytes, bounded);
+        bytes += (uint64_t)plane->layers * plane->heads * (sizeof(fkv_stream_row) + most);
     }
     return bytes;
 }
@@ -42,11 +46,11 @@ static void shape_prefix(const fkv_encode_batch *batch, const fkv_encode_record 
 {
     const fkv_geometry *g = batch->geometry;
     shape->prefix = record->codec != FKV_CODEC_FAST && shape->tokens >= PREFIX_TOKENS_MIN;
-    shape->stream_bytes = stream_bytes_max(g, shape->prefix);
+    shape->stream_bytes = stream_bytes_max(g, shape->prefix, shape->lossy);
     if (!shape->prefix || fkv_header_room(g, record->block_count, shape) <= FKV_HEADER_BYTES_MAX)
         return;
-    shape->prefix = false; /* streams beyond number: their parameters fit no header */
-    shape->stream_bytes = stream_bytes_max(g, false);
+    shape->prefix = shape->lossy = false; /* streams beyond number: their parameters fit no header */
+    shape->stream_bytes = stream_bytes_max(g, false, false);
 }
 
 static void shape_of(const fkv_encode_batch *batch, const fkv_encode_record *record,
@@ -67,14 +71,17 @@ static void shape_of(const fkv_encode_batch *batch, const fkv_encode_record *rec
     shape->coded =
         record->codec != FKV_CODEC_RAW && fkv_geometry_codable(g) && shape->tokens <= 0xFFFF;
     if (shape->coded) {
+        shape->lossy = record->codec == FKV_CODEC_BOUNDED || record->codec == FKV_CODEC_COLD;
+        shape->profile_bytes = shape->lossy && batch->profile ? FKV_PROFILE_BYTES : 0;
         shape->streams = fkv_geometry_streams(g);
         for (uint32_t p = 0; p < g->plane_count; p++) {
             const fkv_plane_row *plane = &g->planes[p];
             uint64_t streams = (uint64_t)plane->layers * plane->heads;
             /* The longest row of the code: every value an escape. A page is filled but for less
              * than that. */
-            uint64_t row =
-                fkv_plane_halves(plane) ? 2 * (uint64_t)plane->vector_bytes : plane->vector_bytes;
+            uint64_t row = fkv_plane_halves(plane) || shape->lossy
+                               ? 2 * (uint64_t)plane->vector_bytes
+                               : plane->vector_bytes;
             uint64_t fill =
                 FKV_PAGE_BYTES - (row < FKV_PAGE_BYTES / 2 ? row : FKV_PAGE_BYTES / 2 + 512);
             uint64_t pages = (uint64_t)shape->tokens * plane->vector_bytes / fill + 2;
@@ -104,6 +111,7 @@ uint64_t fkv_header_room(const fkv_geometry *g, uint32_t block_count, const fkv_
     bytes += sizeof(fkv_tlv) + ROUND8(s->key_bytes);
     bytes += sizeof(fkv_tlv) + ROUND8(g->plane_count * sizeof(fkv_plane_row));
     bytes += sizeof(fkv_tlv) + ROUND8(4 * s->payload_pages);
+    if (s->profile_bytes) bytes += sizeof(fkv_tlv) + ROUND8(s->profile_bytes);
     if (s->coded)
         return bytes + 2 * sizeof(fkv_tlv) + ROUND8(s->stream_bytes) + ROUND8(4 * s->stripes);
     bytes += sizeof(fkv_tlv) + ROUND8(sizeof(fkv_order_row));
@@ -177,13 +185,15 @@ static void header_write(const fkv_encode_batch *batch, fkv_encode_record *recor
     if (s->coded) {
         at = tlv_put(at, FKV_TLV_STREAMS, parts->streams, s->stream_bytes);
         at = tlv_put(at, FKV_TLV_STRIPES, parts->stripes, 4 * s->stripes);
+        if (s->profile_bytes) tlv_put(at, FKV_TLV_PROFILE, batch->profile, s->profile_bytes);
     } else {
         at = tlv_put(at, FKV_TLV_ORDER, &batch->view->order, sizeof(fkv_order_row));
         if (s->inlined) tlv_put(at, FKV_TLV_INLINE, parts->inlined, s->payload_bytes);
     }
-    record->codec = !s->coded                         ? FKV_CODEC_RAW
-                    : record->codec == FKV_CODEC_FAST ? FKV_CODEC_FAST
-                                                      : FKV_CODEC_LOSSLESS;
+    record->codec = !s->coded                                             ? FKV_CODEC_RAW
+                    : record->codec == FKV_CODEC_FAST || s->lossy_streams ? record->codec
+                                                                          : FKV_CODEC_LOSSLESS;
+    if (!s->lossy_streams) record->fidelity = FKV_FIDELITY_EXACT;
     record->flags = (s->inlined ? FKV_RECORD_INLINE : 0) | (s->aligned ? FKV_RECORD_ALIGNED : 0);
     record->header_pages = (uint16_t)pages;
     record->pages = pages + (uint32_t)s->payload_pages;
@@ -200,8 +210,8 @@ static void header_write(const fkv_encode_batch *batch, fkv_encode_record *recor
         .block_count = (uint16_t)record->block_count,
         .codec = record->codec,
         .codec_version = 1,
-        .table_set = record->codec == FKV_CODEC_LOSSLESS ? FKV_TABLE_SET : 0,
-        .fidelity = FKV_FIDELITY_EXACT,
+        .table_set = s->coded && record->codec != FKV_CODEC_FAST ? FKV_TABLE_SET : 0,
+        .fidelity = record->fidelity,
         .flags = record->flags,
         .tokens = s->tokens,
         .sequence = record->sequence,
@@ -209,9 +219,10 @@ static void header_write(const fkv_encode_batch *batch, fkv_encode_record *recor
         .payload_bytes = s->payload_bytes,
         .logical_bytes = s->logical_bytes,
         .start_token = record->start_token,
-        .tlv_count = s->inlined ? 6
-                     : s->coded ? 6
-                                : 5,
+        .tlv_count = (s->inlined ? 6
+                      : s->coded ? 6
+                                 : 5)
+                     + (s->profile_bytes != 0),
     };
     memcpy(fixed.namespace_digest, batch->namespace_digest, FKV_NAMESPACE_BYTES);
     memcpy(fixed.shard, batch->shard, FKV_SHARD_BYTES);
@@ -320,8 +331,12 @@ static void encode_one(const fkv_encode_batch *batch, fkv_encode_record *record)
     uint8_t *payload = batch->buffer + record->buffer_offset + room;
     fkv_record_parts parts = {0};
     record->status = fkv_pages_encode(batch, record, &shape, payload, &parts);
+    if (!shape.lossy_streams) shape.profile_bytes = 0;
     if (record->status == FKV_OK) header_write(batch, record, &shape, payload, &parts);
     fkv_parts_free(&parts);
+    if (record->status != FKV_TOO_LARGE || !shape.lossy) return;
+    record->codec = FKV_CODEC_LOSSLESS; /* such values as no bound makes smaller */
+    encode_one(batch, record);
 }
 
 typedef struct {

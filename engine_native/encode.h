@@ -15,6 +15,7 @@
 typedef struct {
     bool coded, aligned, inlined;
     bool prefix; /* streams may be in the prefix code */
+    bool lossy;  /* streams may be bounded: FKV_CODEC_BOUNDED, FKV_CODEC_COLD */
     uint32_t tokens;
     uint32_t streams;
     uint64_t key_bytes; /* keys and parents */
@@ -24,6 +25,8 @@ typedef struct {
     uint64_t payload_pages;
     uint64_t stream_bytes; /* of FKV_TLV_STREAMS */
     uint64_t stripes;
+    uint64_t lossy_streams; /* exact only: how many are */
+    uint64_t profile_bytes;
 } fkv_record_shape;
 
 typedef struct {

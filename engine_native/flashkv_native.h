@@ -298,6 +298,8 @@ typedef struct {
     uint8_t flags;         /* out */
     uint32_t tokens;       /* out */
     int32_t status;        /* out: FKV_OK, FKV_TOO_LARGE, FKV_NO_MEMORY */
+    uint8_t fidelity;      /* in: asked for; out: FKV_FIDELITY_* */
+    uint8_t reserved[7];
 } fkv_encode_record;
 
 typedef struct {
@@ -313,6 +315,11 @@ typedef struct {
     uint64_t record_count;
     uint64_t created_ms;
     uint8_t *buffer;
+    /* FKV_CODEC_BOUNDED: [2][layers of the plane with most]: steps are factor * sqrt(deviation), of
+     * channels, then of tokens (values); below 0: in proportion, see fkv_bounded_parameters_of. Else
+     * NULL. */
+    const float *factors;
+    const uint8_t *profile; /* its digest, FKV_PROFILE_BYTES, where the factors come from one */
 } fkv_encode_batch;
 
 /* Bytes of staging that a record of these blocks can need, whatever they hold. */
@@ -486,4 +493,18 @@ uint32_t fkv_prefix_encode(const uint64_t *rows, uint32_t count, uint32_t vector
                            uint32_t mode, const uint8_t *parameters, uint8_t *out);
 int fkv_prefix_decode(const uint8_t *in, uint32_t length, uint32_t count, uint32_t vector_bytes,
                       uint32_t mode, const uint8_t *parameters, const uint64_t *rows);
+/* The bounded code. factor: steps are factor * sqrt(deviation); below 0: -factor * sqrt(deviation * the
+ * mean deviation of all channels or tokens); 0: a 254th of the range. exact: tokens
+ * at the beginning kept as they are. parameters: 4 bytes and 3 a value, or 2 where steps are tokens';
+ * levels[count]: of those steps. Returns the bits that the rows take about; 0: not to be coded so. */
+uint64_t fkv_bounded_parameters_of(const uint64_t *rows, uint32_t count, uint32_t vector_bytes,
+                                   uint32_t mode, float factor, uint32_t exact, uint8_t *parameters,
+                                   uint8_t *levels);
+/* first_token: of the stripe in its stream. Returns its length; 0: it doesn't fit a page. */
+uint32_t fkv_bounded_encode(const uint64_t *rows, uint32_t count, uint32_t vector_bytes,
+                            uint32_t mode, const uint8_t *parameters, const uint8_t *levels,
+                            uint32_t first_token, uint8_t *out);
+int fkv_bounded_decode(const uint8_t *in, uint32_t length, uint32_t count, uint32_t vector_bytes,
+                       uint32_t mode, const uint8_t *parameters, uint32_t first_token,
+                       const uint64_t *rows);
 #endif

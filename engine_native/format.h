@@ -21,6 +21,7 @@
 #define FKV_DIGEST_BYTES 16
 #define FKV_NAMESPACE_BYTES 32
 #define FKV_SHARD_BYTES 16
+#define FKV_PROFILE_BYTES 32
 #define FKV_KEY_BYTES_MAX 255
 #define FKV_PLANES_MAX 8
 #define FKV_INLINE_PAYLOAD_MAX 2048
@@ -58,6 +59,7 @@ typedef struct {
 #define FKV_MANIFEST_KILL 4      /* payload: fkv_manifest_kill[] */
 #define FKV_MANIFEST_NAMESPACE 5 /* payload: digest[32] and canonical JSON */
 #define FKV_MANIFEST_RETIRED 6   /* payload: fkv_manifest_retired */
+#define FKV_MANIFEST_PROFILE 7   /* payload: digest[32] and canonical JSON */
 
 typedef struct {
     uint32_t crc; /* of the rest of this structure and the payload, seeded by the store uuid */
@@ -168,10 +170,16 @@ typedef struct {
 #define FKV_CODEC_RAW 1      /* caller's order, plain bytes */
 #define FKV_CODEC_LOSSLESS 2 /* per-head pages, the cheapest mode for each stream, bit-exact */
 #define FKV_CODEC_FAST 3     /* the same without the prefix code */
+#define FKV_CODEC_BOUNDED 8  /* as lossless, and numbers within a bound: FKV_FIDELITY_BOUNDED_* */
+#define FKV_CODEC_COLD 9     /* as bounded, steps of a 254th of the range: FKV_FIDELITY_COLD */
 
 #define FKV_TABLE_SET 1 /* of lossless records: which symbol of the prefix code means what */
 
+/* The lower, the nearer to what was put. */
 #define FKV_FIDELITY_EXACT 0
+#define FKV_FIDELITY_BOUNDED_1 1
+#define FKV_FIDELITY_BOUNDED_4 4
+#define FKV_FIDELITY_COLD 5
 
 #define FKV_RECORD_INLINE 1  /* the payload sits in the header page */
 #define FKV_RECORD_ALIGNED 2 /* raw: every block begins on a page */
@@ -212,6 +220,7 @@ typedef struct {
 #define FKV_TLV_ORDER 7     /* raw: fkv_order_row: the caller's axis order */
 #define FKV_TLV_INLINE 8    /* the payload itself */
 #define FKV_TLV_NAMESPACE 9 /* canonical JSON of the identity */
+#define FKV_TLV_PROFILE 10  /* digest[32] of the calibration that bounded steps came from */
 /* Set in a type: a reader that does not know it must not use the record. */
 #define FKV_TLV_CRITICAL 0x8000
 
@@ -247,10 +256,22 @@ typedef struct {
     uint32_t block_tokens; /* tokens that a block's strides are made for */
 } fkv_order_row;
 
+#define FKV_ROLE_K 1
+#define FKV_ROLE_V 2
+#define FKV_ROLE_ROPE 5 /* kv and latent before it */
+
 #define FKV_STREAM_PLAIN 0    /* rows as they are */
 #define FKV_STREAM_FXP_BF16 1 /* byte of sign and mantissa, 3-bit exponent code, escapes */
 #define FKV_STREAM_FXP_FP16 2
 #define FKV_STREAM_PREFIX_BF16 3 /* exponents in a prefix code in bit planes, steady signs left out */
 #define FKV_STREAM_PREFIX_FP16 4
+/* Bounded: numbers between steps of a channel, or of a token; the type of the plane's elements. */
+#define FKV_STREAM_CHANNELS_BF16 32
+#define FKV_STREAM_CHANNELS_FP16 33
+#define FKV_STREAM_CHANNELS_FP32 34
+#define FKV_STREAM_TOKENS_BF16 35
+#define FKV_STREAM_TOKENS_FP16 36
+#define FKV_STREAM_TOKENS_FP32 37
+#define FKV_EXACT_TOKENS 4  /* of a sequence's beginning, which bounded streams keep as they are */
 #define FKV_STREAM_GROUP 16 /* channels that share one exponent base */
 #endif

@@ -101,6 +101,8 @@ static bool length_fits(uint16_t type, uint32_t length)
         return length && length % sizeof(fkv_manifest_kill) == 0;
     case FKV_MANIFEST_NAMESPACE:
         return length > FKV_NAMESPACE_BYTES;
+    case FKV_MANIFEST_PROFILE:
+        return length > FKV_PROFILE_BYTES;
     case FKV_MANIFEST_RETIRED:
         return length == sizeof(fkv_manifest_retired);
     default: /* of a later version: passed over */

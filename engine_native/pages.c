@@ -8,11 +8,22 @@
  * rows are among them.
  */
 #include "allocate.h"
+#include "codec_bounded.h"
 #include "codec_fxp.h"
 #include "codec_prefix.h"
 #include "encode.h"
 #include <assert.h>
 #include <string.h>
+
+/* What coding a bounded stream takes. */
+typedef struct {
+    bounded_plan plan;
+    bounded_scratch scratch;
+    float *values;   /* [tokens * values] of the largest stream */
+    uint16_t *work;  /* [tokens + values] */
+    uint8_t *levels; /* [tokens] */
+    float *factors;  /* [streams]: what steps came from */
+} bounded_work;
 
 typedef struct {
     const fkv_encode_batch *batch;
@@ -31,6 +42,8 @@ typedef struct {
     uint32_t *stream_offsets; /* [streams]: into parts->streams */
     uint32_t stream_end;      /* of parts->streams in use */
     prefix_plan plan;         /* of the stream at hand, in the prefix modes */
+    uint32_t layer, exact;    /* of the stream at hand; exact: tokens kept as they are if bounded */
+    bounded_work *bounded;    /* where streams may be bounded, else NULL */
 } packer;
 
 void fkv_parts_free(fkv_record_parts *parts)
@@ -108,12 +121,73 @@ static uint32_t packer_fit(const packer *p, uint32_t first, uint32_t end, uint32
     return t - first;
 }
 
+/* How a plane's streams may be bounded: by the steps of channels or tokens, times this. False: not at
+ * all, being of another role or type. */
+static bool packer_wish(const packer *p, const fkv_plane_row *plane, bounded_wish *wish)
+{
+    const fkv_encode_batch *batch = p->batch;
+    const bool by_token = plane->role == FKV_ROLE_V;
+    if (!p->bounded || plane->dtype < FKV_DTYPE_BF16 || plane->dtype > FKV_DTYPE_FP32) return false;
+    if (plane->role < FKV_ROLE_K || plane->role > FKV_ROLE_ROPE) return false;
+    const uint32_t layers = fkv_geometry_layers(batch->geometry);
+    const uint32_t first = by_token ? FKV_STREAM_TOKENS_BF16 : FKV_STREAM_CHANNELS_BF16;
+    wish->mode = first + plane->dtype - FKV_DTYPE_BF16;
+    wish->vector_bytes = plane->vector_bytes, wish->exact = p->exact, wish->factor = 0.0f;
+    if (plane->vector_bytes % fkv_mode_element(wish->mode)) return false;
+    if (p->record->codec == FKV_CODEC_BOUNDED && batch->factors)
+        wish->factor = batch->factors[by_token * layers + p->layer];
+    return true;
+}
+
+/* Whether the stream at hand is bounded: its parameters. It must save three bits of eight. */
+static bool packer_bound(packer *p, const fkv_plane_row *plane, uint32_t stream,
+                         uint8_t *parameters, uint8_t *mode)
+{
+    bounded_wish wish;
+    bounded_work *w = p->bounded;
+    if (!packer_wish(p, plane, &wish)) return false;
+    uint64_t bits = fkv_bounded_choose(p->rows, p->shape->tokens, &wish, w->values, w->work,
+                                       parameters, w->levels);
+    if (!bits || bits > 5 * (uint64_t)p->shape->tokens * plane->vector_bytes) return false;
+    *mode = (uint8_t)wish.mode;
+    w->factors[stream] = wish.factor;
+    bool made = fkv_bounded_plan_make(&w->plan, parameters, plane->vector_bytes, wish.mode);
+    assert(made);
+    (void)made;
+    return true;
+}
+
+/* Makes the plan of a stream again, and the levels of its tokens from `first` on. */
+static void packer_rebound(packer *p, const fkv_plane_row *plane, uint32_t stream,
+                           const uint8_t *parameters, uint32_t mode, uint32_t first)
+{
+    bounded_wish wish;
+    bounded_work *w = p->bounded;
+    packer_wish(p, plane, &wish);
+    wish.factor = w->factors[stream];
+    fkv_bounded_plan_make(&w->plan, parameters, plane->vector_bytes, mode);
+    if (w->plan.by_token)
+        fkv_bounded_levels(p->rows + first, p->shape->tokens - first, &wish, &w->plan, w->levels + first);
+}
+
+/* Tokens from `first` on of a bounded stream that fit into `space` bytes; they lie in the scratch. */
+static uint32_t packer_fit_bounded(packer *p, uint32_t first, uint32_t end, uint32_t space)
+{
+    bounded_work *w = p->bounded;
+    return fkv_bounded_fit(p->rows + first, end - first,
+                           w->plan.exact > first ? w->plan.exact - first : 0, w->levels + first,
+                           space, &w->plan, &w->scratch);
+}
+
 static int packer_stripe(packer *p, const fkv_plane_row *plane, const fkv_stream_row *stream,
                          const uint8_t *parameters, uint32_t first, uint32_t count, bool new_page)
 {
     if (p->shape->stripes >= p->stripe_room || p->page > p->page_room) return FKV_TOO_LARGE;
     uint8_t *out = p->payload + (uint64_t)(p->page - 1) * FKV_PAGE_BYTES + p->offset;
-    uint32_t length = is_prefix(stream->mode)
+    uint32_t length = fkv_mode_bounded(stream->mode)
+                          ? fkv_bounded_emit(p->rows + first, &p->bounded->plan,
+                                             &p->bounded->scratch, out)
+                      : is_prefix(stream->mode)
                           ? fkv_prefix_plan_encode(p->rows + first, count, &p->plan, out)
                           : fkv_fxp_encode(p->rows + first, count, plane->vector_bytes,
                                            stream->mode, parameters, out);
@@ -173,10 +247,15 @@ static int packer_full_pages(packer *p, const fkv_plane_row *plane, uint32_t str
 {
     fkv_stream_row stream = {0};
     uint8_t *row = p->parts->streams + p->stream_end, *parameters = row + sizeof stream;
-    uint32_t tokens = p->shape->tokens, first = 0, bits;
-    uint64_t total = packer_choose(p, plane, parameters, &stream.mode);
-    while (total > 8 * FKV_PAGE_BYTES) {
-        uint32_t count = packer_fit(p, first, tokens, FKV_PAGE_BYTES, &bits);
+    uint32_t tokens = p->shape->tokens, first = 0, bits = 0;
+    const bool bounded = packer_bound(p, plane, stream_index, parameters, &stream.mode);
+    uint64_t total = bounded ? 0 : packer_choose(p, plane, parameters, &stream.mode);
+    p->shape->lossy_streams += bounded;
+    while (bounded || total > 8 * FKV_PAGE_BYTES) {
+        uint32_t count = bounded ? packer_fit_bounded(p, first, tokens, FKV_PAGE_BYTES)
+                                 : packer_fit(p, first, tokens, FKV_PAGE_BYTES, &bits);
+        if (bounded && first + count == tokens) break;
+        if (!count) return FKV_TOO_LARGE;
         p->page++, p->offset = 0;
         int status = packer_stripe(p, plane, &stream, parameters, first, count, true);
         if (status != FKV_OK) return status;
@@ -198,16 +277,24 @@ static int packer_shared(packer *p, const fkv_plane_row *plane, uint32_t stream_
                   *parameters = row + sizeof stream;
     memcpy(&stream, row, sizeof stream);
     uint32_t tokens = p->shape->tokens, first = p->left_first[stream_index], bits;
-    packer_costs(p, plane, stream.mode, parameters, first, tokens - first);
+    const bool bounded = fkv_mode_bounded(stream.mode);
+    if (bounded)
+        packer_rebound(p, plane, stream_index, parameters, stream.mode, first);
+    else
+        packer_costs(p, plane, stream.mode, parameters, first, tokens - first);
     while (first < tokens) {
         bool new_page = false;
-        uint32_t count =
-            p->shared_open ? packer_fit(p, first, tokens, FKV_PAGE_BYTES - p->offset, &bits) : 0;
+        uint32_t space = FKV_PAGE_BYTES - p->offset;
+        uint32_t count = !p->shared_open ? 0
+                         : bounded       ? packer_fit_bounded(p, first, tokens, space)
+                                         : packer_fit(p, first, tokens, space, &bits);
         if (!count) { /* even one vector is longer than a row of the stripe table */
             if (p->shared_open) packer_close_page(p);
             p->shared_open = new_page = true;
             p->page++, p->offset = 0;
-            count = packer_fit(p, first, tokens, FKV_PAGE_BYTES, &bits);
+            count = bounded ? packer_fit_bounded(p, first, tokens, FKV_PAGE_BYTES)
+                            : packer_fit(p, first, tokens, FKV_PAGE_BYTES, &bits);
+            if (!count) return FKV_TOO_LARGE;
         }
         int status = packer_stripe(p, plane, &stream, parameters, first, count, new_page);
         if (status != FKV_OK) return status;
@@ -228,6 +315,7 @@ static int packer_each(packer *p, packer_step step, bool remainder)
              entry += g->planes[plane++].layers) {
             const fkv_plane_row *row = &g->planes[plane];
             if (layer >= row->layers) continue;
+            p->layer = layer;
             for (uint32_t head = 0; head < row->heads; head++, stream++) {
                 packer_rows(p, row, entry, head, remainder ? p->left_first[stream] : 0);
                 int status = step(p, row, stream);
@@ -250,6 +338,38 @@ static uint32_t packer_apart_bytes(const fkv_encode_batch *batch)
     return bytes;
 }
 
+/* Room for bounded streams; false: no memory. */
+static bool packer_bounded_make(packer *p)
+{
+    const fkv_geometry *g = p->batch->geometry;
+    uint64_t values = 1, tokens = p->shape->tokens;
+    for (uint32_t i = 0; i < g->plane_count; i++)
+        if (g->planes[i].vector_bytes / 2 > values) values = g->planes[i].vector_bytes / 2;
+    bounded_work *w = p->bounded = fkv_calloc(1, sizeof *w);
+    if (!w) return false;
+    w->values = fkv_malloc(tokens * values * sizeof *w->values);
+    w->work = fkv_malloc((tokens + values) * sizeof *w->work);
+    w->levels = fkv_calloc(tokens, 1);
+    w->factors = fkv_malloc(p->shape->streams * sizeof *w->factors);
+    return w->values && w->work && w->levels && w->factors;
+}
+
+static void packer_bounded_free(packer *p)
+{
+    if (!p->bounded) return;
+    fkv_free(p->bounded->values), fkv_free(p->bounded->work), fkv_free(p->bounded->levels);
+    fkv_free(p->bounded->factors), fkv_free(p->bounded);
+}
+
+/* Tokens at the record's start that a bounded stream keeps: those that begin a sequence. */
+static uint32_t exact_tokens(const fkv_encode_batch *batch, const fkv_encode_record *record)
+{
+    const uint64_t at = record->start_token;
+    if (at == FKV_POSITION_UNKNOWN)
+        return batch->blocks[record->first_block].parent_bytes ? 0 : FKV_EXACT_TOKENS;
+    return at < FKV_EXACT_TOKENS ? FKV_EXACT_TOKENS - (uint32_t)at : 0;
+}
+
 int fkv_pages_encode(const fkv_encode_batch *batch, const fkv_encode_record *record,
                      fkv_record_shape *shape, uint8_t *payload, fkv_record_parts *parts)
 {
@@ -259,7 +379,8 @@ int fkv_pages_encode(const fkv_encode_batch *batch, const fkv_encode_record *rec
                 .parts = parts,
                 .payload = payload,
                 .page_room = shape->payload_pages,
-                .stripe_room = shape->stripes};
+                .stripe_room = shape->stripes,
+                .exact = exact_tokens(batch, record)};
     uint32_t apart = packer_apart_bytes(batch);
     if (apart) p.gathered = fkv_malloc((uint64_t)shape->tokens * apart);
     p.rows = fkv_malloc(shape->tokens * sizeof *p.rows);
@@ -270,15 +391,16 @@ int fkv_pages_encode(const fkv_encode_batch *batch, const fkv_encode_record *rec
     parts->stripes = fkv_malloc(p.stripe_room * sizeof *parts->stripes);
     parts->streams = fkv_calloc(1, shape->stream_bytes);
     int status = FKV_NO_MEMORY;
-    if ((p.gathered || !apart) && p.rows && p.costs && p.left_first && p.stream_offsets
+    if ((!shape->lossy || packer_bounded_make(&p)) && (p.gathered || !apart) && p.rows && p.costs && p.left_first && p.stream_offsets
         && parts->page_crcs && parts->stripes && parts->streams) {
-        shape->stripes = shape->payload_pages = 0;
+        shape->stripes = shape->payload_pages = shape->lossy_streams = 0;
         status = packer_each(&p, packer_full_pages, false);
         if (status == FKV_OK) status = packer_each(&p, packer_shared, true);
         if (status == FKV_OK && p.shared_open) packer_close_page(&p);
         shape->payload_bytes = shape->payload_pages * FKV_PAGE_BYTES;
         shape->stream_bytes = p.stream_end;
     }
+    packer_bounded_free(&p);
     fkv_free(p.gathered), fkv_free(p.rows), fkv_free(p.costs), fkv_free(p.left_first),
         fkv_free(p.stream_offsets);
     return status;

@@ -102,7 +102,7 @@ typedef struct {
     const uint8_t *data;
     uint32_t length;
 } tlv_view;
-#define TLV_KNOWN 10
+#define TLV_KNOWN 11
 
 static bool tlvs_read(const uint8_t *bytes, const fkv_record_header *fixed,
                       tlv_view found[TLV_KNOWN])
@@ -193,6 +193,9 @@ static bool decode_raw(fkv_header *h, const tlv_view *t)
 /* Whether a record of this codec has streams of this mode in planes of this type. */
 static bool mode_fits(uint32_t mode, uint32_t dtype, uint32_t codec)
 {
+    const bool lossy = codec == FKV_CODEC_BOUNDED || codec == FKV_CODEC_COLD;
+    if (fkv_mode_bounded(mode)) return lossy && fkv_mode_dtype(mode) == dtype;
+    if (lossy) codec = FKV_CODEC_LOSSLESS;
     switch (mode) {
     case FKV_STREAM_PLAIN:
         return true;
@@ -310,9 +313,19 @@ static bool fields_known(const fkv_record_header *f)
 {
     bool data = f->kind == FKV_KIND_DATA;
     uint32_t flags = data && f->codec == FKV_CODEC_RAW ? FKV_RECORD_INLINE | FKV_RECORD_ALIGNED : 0;
-    uint32_t tables = data && f->codec == FKV_CODEC_LOSSLESS ? FKV_TABLE_SET : 0;
-    return f->sequence < FKV_COUNT_END && f->table_set == tables && f->fidelity == FKV_FIDELITY_EXACT && !(f->flags & ~flags)
-           && f->codec_version == (data ? 1 : 0);
+    bool bounded = data && f->codec == FKV_CODEC_BOUNDED, cold = data && f->codec == FKV_CODEC_COLD;
+    uint32_t tables =
+        bounded || cold || (data && f->codec == FKV_CODEC_LOSSLESS) ? FKV_TABLE_SET : 0;
+    uint32_t least = bounded ? FKV_FIDELITY_BOUNDED_1 : cold ? FKV_FIDELITY_COLD : 0,
+             most = bounded ? FKV_FIDELITY_BOUNDED_4 : least;
+    return f->sequence < FKV_COUNT_END && f->table_set == tables && f->fidelity >= least
+           && f->fidelity <= most && !(f->flags & ~flags) && f->codec_version == (data ? 1 : 0);
+}
+
+static bool codec_coded(uint32_t codec)
+{
+    return codec == FKV_CODEC_LOSSLESS || codec == FKV_CODEC_FAST || codec == FKV_CODEC_BOUNDED
+           || codec == FKV_CODEC_COLD;
 }
 
 static bool decode(fkv_header *h)
@@ -330,8 +343,8 @@ static bool decode(fkv_header *h)
     h->page_crcs = (const uint32_t *)t[FKV_TLV_PAGE_CRCS].data;
     if (f->codec == FKV_CODEC_RAW) return decode_raw(h, t);
     uint64_t full;
-    return (f->codec == FKV_CODEC_LOSSLESS || f->codec == FKV_CODEC_FAST)
-           && fkv_geometry_codable(&h->geometry)
+    if (t[FKV_TLV_PROFILE].data && t[FKV_TLV_PROFILE].length != FKV_PROFILE_BYTES) return false;
+    return codec_coded(f->codec) && fkv_geometry_codable(&h->geometry)
            && f->payload_bytes == (uint64_t)h->payload_pages * FKV_PAGE_BYTES
            && f->logical_bytes == fkv_block_bytes(&h->geometry, f->tokens)
            && decode_streams(h, t, &full) && decode_stripes(h, t, full);

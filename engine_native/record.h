@@ -9,6 +9,7 @@
  */
 #ifndef FLASHKV_RECORD_H
 #define FLASHKV_RECORD_H
+#include "codec_bounded.h"
 #include "flashkv_native.h"
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -66,6 +67,7 @@ static inline bool fkv_plane_halves(const fkv_plane_row *plane)
  * base and a byte for each channel. */
 static inline uint32_t fkv_stream_parameters(uint32_t vector_bytes, uint32_t mode)
 {
+    if (fkv_mode_bounded(mode)) return fkv_bounded_parameters(vector_bytes, mode);
     if (mode == FKV_STREAM_PLAIN) return 0;
     if (mode == FKV_STREAM_PREFIX_BF16 || mode == FKV_STREAM_PREFIX_FP16)
         return 1 + vector_bytes / 2;

@@ -12,6 +12,18 @@ bool fkv_stripe_decode(const fkv_header *h, const fkv_stripe *s, uint32_t vector
     fkv_stream_row stream;
     const uint8_t *row = h->bytes + h->stream_offsets[s->stream], *parameters = row + sizeof stream;
     memcpy(&stream, row, sizeof stream);
+    if (fkv_mode_bounded(stream.mode)) {
+        if (last->stream != s->stream) {
+            last->stream = FKV_NO_STREAM;
+            if (!fkv_bounded_plan_make(&last->bounded, parameters, vector_bytes, stream.mode))
+                return false;
+            last->stream = s->stream;
+        }
+        const uint32_t exact = last->bounded.exact, first = s->first_token;
+        return fkv_bounded_plan_decode(in, s->length, s->tokens, exact > first ? exact - first : 0,
+                                       &last->bounded, rows)
+               == 0;
+    }
     if (stream.mode != FKV_STREAM_PREFIX_BF16 && stream.mode != FKV_STREAM_PREFIX_FP16)
         return fkv_fxp_decode(in, s->length, s->tokens, vector_bytes, stream.mode, parameters, rows)
                == 0;

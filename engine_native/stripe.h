@@ -5,6 +5,7 @@
  *    begins with none. */
 #ifndef FLASHKV_STRIPE_H
 #define FLASHKV_STRIPE_H
+#include "codec_bounded.h"
 #include "codec_prefix.h"
 #include "record.h"
 
@@ -12,7 +13,10 @@
  * theirs. */
 typedef struct {
     uint32_t stream; /* FKV_NO_STREAM: none */
-    prefix_plan plan;
+    union {
+        prefix_plan plan;
+        bounded_plan bounded;
+    };
 } fkv_last_plan;
 #define FKV_NO_STREAM UINT32_MAX
 

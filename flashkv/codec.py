@@ -26,8 +26,18 @@ CODECS: Final = {
     "raw": int(lib.FKV_CODEC_RAW),
     "lossless": int(lib.FKV_CODEC_LOSSLESS),
     "fast": int(lib.FKV_CODEC_FAST),
+    "bounded-1": int(lib.FKV_CODEC_BOUNDED),
+    "bounded-2": int(lib.FKV_CODEC_BOUNDED),
+    "bounded-3": int(lib.FKV_CODEC_BOUNDED),
+    "bounded-4": int(lib.FKV_CODEC_BOUNDED),
+    "cold": int(lib.FKV_CODEC_COLD),
 }
-CODEC_NAMES: Final = {number: name for name, number in CODECS.items()}
+FIDELITIES: Final = {
+    "exact": int(lib.FKV_FIDELITY_EXACT),
+    **{f"bounded-{level}": level for level in range(1, 5)},
+    "cold": int(lib.FKV_FIDELITY_COLD),
+}
+"""The lower, the nearer to what was put."""
 STAGING_BUFFERS: Final = 4
 """One is filled, one is written, and two keep both busy when records differ in size."""
 
@@ -100,6 +110,7 @@ class EncodeJob:
 
     blocks   ENCODE_BLOCK[B], the blocks that are stored; records: ENCODE_RECORD[R], runs of them.
     keys     uint8[], keys back to back; parents likewise. pointers: uint64[N, regions].
+    factors  float32[2, layers] of bounded levels; profile: its digest, if they come from one.
     """
 
     geometry: Any
@@ -112,6 +123,8 @@ class EncodeJob:
     blocks: NDArray[Any]
     records: NDArray[Any]
     created_ms: int
+    factors: NDArray[np.float32] | None = None
+    profile: bytes | None = None
     keepalive: Any = None
 
     def __post_init__(self) -> None:
@@ -128,6 +141,10 @@ class EncodeJob:
         batch.pointers = pointer(self.pointers, "uint64_t *")
         batch.blocks = pointer(self.blocks, "fkv_encode_block *")
         batch.created_ms = self.created_ms
+        if self.factors is not None:
+            batch.factors = pointer(self.factors, "float *")
+        if self.profile is not None:
+            batch.profile = ffi.from_buffer("uint8_t[]", self.profile)
 
     def _with(self, records: NDArray[Any]) -> Any:
         self._batch.records = pointer(records, "fkv_encode_record *")

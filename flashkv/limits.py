@@ -115,6 +115,12 @@ LOG_ROOM_BYTES: Final = 64 * KIB
 NAMESPACE_TEXT_SHARE: Final = 8
 """Readable identities in the log take at most an eighth of metadata's share of the capacity."""
 
+PROFILE_BYTES_MAX: Final = 64 * KIB
+"""A calibration profile: four levels of a thousand layers in eight digits each."""
+
+PROFILES_MAX: Final = 8
+"""Profiles that the log keeps; the ones used last stay. Records need none to be read."""
+
 # ---- I/O and memory -----------------------------------------------------------------------------
 QUEUE_DEPTH_MAX: Final = 4096
 """Operations at the device at once: NVMe queues hold 1,024 as a rule."""

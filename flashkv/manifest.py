@@ -151,6 +151,11 @@ class Manifest:
         self.state.namespaces[digest] = identity_json
         self._append([(lib.FKV_MANIFEST_NAMESPACE, digest + identity_json)], sync=True)
 
+    def profile_added(self, digest: bytes, profile_json: bytes) -> None:
+        """A calibration profile, before the first record whose steps come from it."""
+        self.state.add_profile(digest, profile_json)
+        self._append([(lib.FKV_MANIFEST_PROFILE, digest + profile_json)], sync=True)
+
     def namespace_retired(self, digest: bytes, last_sequence: int) -> None:
         """All records of the namespace up to this sequence are dead."""
         self._owes_kills = True
@@ -300,6 +305,8 @@ class Manifest:
             yield from kill_entries(state.kills_of(segment))
         for digest, text in state.namespaces.items():
             yield lib.FKV_MANIFEST_NAMESPACE, digest + text
+        for digest, text in state.profiles.items():
+            yield lib.FKV_MANIFEST_PROFILE, digest + text
         for digest, last_sequence in state.retired.items():
             yield lib.FKV_MANIFEST_RETIRED, retired_row(digest, last_sequence)
 

@@ -20,6 +20,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from flashkv import limits
 from flashkv.checksums import CRC_FIELD, crc32c
 from flashkv.errors import NotAStoreError, SuperblockError
 from flashkv.filesystem import DISK, FileSystem
@@ -48,6 +49,7 @@ class ManifestState:
         default_factory=dict
     )  # digest -> readable identity, JSON
     retired: dict[bytes, int] = field(default_factory=dict)  # digest -> last dead sequence
+    profiles: dict[bytes, bytes] = field(default_factory=dict)  # digest -> calibration, JSON
     damaged_entries: int = 0  # 1 where good entries lie behind damaged ones
 
     def opened(self, segment: int, epoch: int, segment_uuid: bytes) -> None:
@@ -86,6 +88,13 @@ class ManifestState:
     def namespace_bytes(self) -> int:
         """Bytes that the namespaces take in a log, without their heads."""
         return sum(len(text) for text in self.namespaces.values())
+
+    def add_profile(self, digest: bytes, text: bytes) -> None:
+        """Keeps a profile; of too many those go that came first."""
+        self.profiles.pop(digest, None)
+        self.profiles[digest] = text
+        while len(self.profiles) > limits.PROFILES_MAX:
+            del self.profiles[next(iter(self.profiles))]
 
     def kills_of(self, segment: int) -> NDArray[Any]:
         """Kill rows of the segment's present epoch."""
@@ -196,6 +205,8 @@ def _apply(state: ManifestState, kind: int, payload: bytes, *, behind_damage: bo
         state.add_kills(rows)
     elif kind == lib.FKV_MANIFEST_NAMESPACE:
         state.namespaces[payload[:32]] = payload[32:]
+    elif kind == lib.FKV_MANIFEST_PROFILE:
+        state.add_profile(payload[:32], payload[32:])
     elif kind == lib.FKV_MANIFEST_RETIRED:
         retired = ffi.from_buffer("fkv_manifest_retired *", payload)
         state.retired[bytes(retired.namespace_digest)] = int(retired.last_sequence)

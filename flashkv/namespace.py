@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashkv import checks, limits, records
-from flashkv.codec import CODECS, ENCODE_BLOCK, ENCODE_RECORD, EncodeJob
+from flashkv.codec import CODECS, ENCODE_BLOCK, ENCODE_RECORD, FIDELITIES, EncodeJob
 from flashkv.errors import BatchResult, BlockStatus, KeyFormatError, MemoryViewError, OptionsError
 from flashkv.geometry import KVGeometry, MemoryView
 from flashkv.identity import CHAIN_TOKENS, Identity, Shard, keyspace, token_keys
@@ -26,6 +26,7 @@ from flashkv.index import NONE, Keys
 from flashkv.layout import Selection, packed_view
 from flashkv.leases import Lease
 from flashkv.memory import DEFAULT_VIEW, BlockMemory, block_memory, token_counts
+from flashkv.profiles import step_factors
 from flashkv.segment_reader import ReadRequest
 from flashkv.segment_writer import PutRows
 
@@ -222,7 +223,15 @@ class Namespace:
         table["first_block"] = plan.first
         table["block_count"] = plan.count
         table["start_token"] = plan.start_token
-        table["codec"] = CODECS[self._store.options.codec]
+        codec = self._store.options.codec
+        table["codec"] = CODECS[codec]
+        table["fidelity"] = FIDELITIES.get(codec, 0)
+        factors, profile = step_factors(
+            codec,
+            self._store.options.profile,
+            self.shard.layers[0] if self.shard.layers else 0,
+            max(plane.layers for plane in self.geometry.groups[group].planes),
+        )
         return EncodeJob(
             geometry=self.geometry.native(group),
             view=memory.view.pointer,
@@ -234,6 +243,8 @@ class Namespace:
             blocks=blocks,
             records=table,
             created_ms=self._store.clock_ms(),
+            factors=factors,
+            profile=profile,
             keepalive=(memory, keys, parents),
         )
 

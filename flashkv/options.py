@@ -17,9 +17,10 @@ from typing import Final
 
 from flashkv import limits
 from flashkv.errors import OptionsError
+from flashkv.profiles import BOUNDED_LEVELS, Profile
 
 BACKENDS: Final = ("auto", "io_uring", "threads")
-CODECS: Final = ("lossless", "fast", "raw")
+CODECS: Final = ("lossless", "fast", "raw", *BOUNDED_LEVELS, "cold")
 ENV_BACKEND: Final = "FLASHKV_BACKEND"
 ENV_CODEC: Final = "FLASHKV_CODEC"
 
@@ -70,7 +71,10 @@ class Options:
 
     backend             "auto": io_uring where it works, else threads. FLASHKV_BACKEND overrides.
     codec               "lossless" (bit-exact), "fast" (bit-exact too; larger, decoded faster) or
-                        "raw" (as it is). For new records; FLASHKV_CODEC overrides.
+                        "raw" (as it is); with a bounded error "bounded-1" (finest) to "bounded-4",
+                        and "cold". For new records; FLASHKV_CODEC overrides.
+    profile             calibration of the bounded levels: a path, or what the file holds; None:
+                        steps in proportion to each stream's deviation. See profiles.py.
     queue_depth         operations at the device at once.
     workers             threads that check and code; None: the processors, at most 8.
     io_threads          of the threads backend; None: as the queue depth, at most 32.
@@ -93,6 +97,7 @@ class Options:
 
     backend: str = "auto"
     codec: str = "lossless"
+    profile: object = None
     queue_depth: int = 64
     workers: int | None = None
     io_threads: int | None = None
@@ -114,6 +119,8 @@ class Options:
     def __post_init__(self) -> None:
         _check_choice("backend", self.backend, BACKENDS)
         _check_choice("codec", self.codec, CODECS)
+        if self.profile is not None:
+            object.__setattr__(self, "profile", Profile.load(self.profile))
         _check_int("queue_depth", self.queue_depth, 1, limits.QUEUE_DEPTH_MAX)
         if self.workers is not None:
             _check_int("workers", self.workers, 1, limits.WORKERS_MAX)

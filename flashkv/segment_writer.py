@@ -32,7 +32,9 @@ from flashkv.segments import DIR_BLOCK, DIR_RECORD, Segment, Segments, SegmentSt
 from flashkv.space import Space
 
 _OK: Final = int(BlockStatus.OK)
-_COPIED: Final = ("sequence", "pages", "header_pages", "block_count", "tokens", "codec", "flags")
+_COPIED: Final = (
+    *("sequence", "pages", "header_pages", "block_count", "tokens", "codec", "fidelity", "flags"),
+)
 """Fields of an encoded record that its directory row has too."""
 
 

@@ -51,6 +51,7 @@ from flashkv.manifest import Manifest
 from flashkv.namespace import Namespace
 from flashkv.native import aligned_array
 from flashkv.options import Options
+from flashkv.profiles import Profile, check_layers
 from flashkv.records import OPAQUE_RECORD_BYTES, RecordLimits
 from flashkv.recovery import Recovery
 from flashkv.segment_reader import SegmentReader
@@ -157,6 +158,7 @@ class Store:
         block, state, log_found = opening.load_manifest(folder, files)
         self.geometry = opening.stored_geometry(block, geometry, self.path)
         self.superblock = block
+        check_layers(options.profile, self.geometry)
         self.store_uuid = block.store_uuid
         self.capacity_bytes = opening.given_capacity(capacity) or block.capacity_bytes
         self.io = opening.open_io(folder, options, files, read_only=self.read_only)
@@ -310,6 +312,7 @@ class Store:
         themselves.
         """
         state = self.manifest.state
+        self._register_profile()
         if namespace.digest in state.namespaces:
             return
         room = reserve_of(self.capacity_bytes) // limits.NAMESPACE_TEXT_SHARE
@@ -319,6 +322,26 @@ class Store:
                 return
         with suppress(StoreError):
             self.manifest.namespace_added(namespace.digest, namespace.identity_json)
+
+    def _register_profile(self) -> None:
+        """Logs the profile that bounded records name. Without room they name one that is nowhere:
+        they need none to be read.
+        """
+        profile, state = self.options.profile, self.manifest.state
+        if not isinstance(profile, Profile) or profile.digest in state.profiles:
+            return
+        if self.options.codec not in profile.plain["levels"]:
+            return
+        room = reserve_of(self.capacity_bytes) // limits.NAMESPACE_TEXT_SHARE
+        if len(profile.json) + sum(map(len, state.profiles.values())) <= room:
+            with suppress(StoreError):
+                self.manifest.profile_added(profile.digest, profile.json)
+
+    def profiles(self) -> dict[bytes, dict[str, Any]]:
+        """The calibration profiles that the store holds, by digest."""
+        self.check_open()
+        state = self.manifest_state if self.read_only else self.manifest.state
+        return {digest: Profile.load(text).plain for digest, text in state.profiles.items()}
 
     def retire(self, namespace: Namespace) -> int:
         """See Namespace.rotate."""

@@ -25,6 +25,7 @@ ENTRY_NAMES: Final = {
     lib.FKV_MANIFEST_KILL: "kill",
     lib.FKV_MANIFEST_NAMESPACE: "namespace",
     lib.FKV_MANIFEST_RETIRED: "retired",
+    lib.FKV_MANIFEST_PROFILE: "profile",
 }
 PAYLOAD_BYTES_MAX: Final = 4096 * int(ffi.sizeof("fkv_manifest_kill"))
 """The longest that is written: a batch of kills; an identity is shorter."""
@@ -134,7 +135,7 @@ def _lost_sector(data: bytes, at: int) -> bool:
 
 def _fits(kind: int, length: int) -> bool:
     """Whether a payload of that type may have that length."""
-    if kind == lib.FKV_MANIFEST_NAMESPACE:
+    if kind in (lib.FKV_MANIFEST_NAMESPACE, lib.FKV_MANIFEST_PROFILE):
         return limits.NAMESPACE_BYTES < length <= PAYLOAD_BYTES_MAX
     if kind == lib.FKV_MANIFEST_KILL:
         return 0 < length <= PAYLOAD_BYTES_MAX and length % _KILL == 0

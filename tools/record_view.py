@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashkv import limits
+from flashkv.codec import FIDELITIES
 from flashkv.errors import native_ok
 from flashkv.geometry import AXES, Role
 from flashkv.identity import Shard
@@ -34,9 +35,11 @@ CODEC_NAMES: Final = {
     lib.FKV_CODEC_RAW: "raw",
     lib.FKV_CODEC_LOSSLESS: "lossless",
     lib.FKV_CODEC_FAST: "fast",
+    lib.FKV_CODEC_BOUNDED: "bounded",
+    lib.FKV_CODEC_COLD: "cold",
 }
 KIND_NAMES: Final = {lib.FKV_KIND_DATA: "data", lib.FKV_KIND_NAMESPACE: "namespace"}
-FIDELITY_NAMES: Final = {lib.FKV_FIDELITY_EXACT: "exact"}
+FIDELITY_NAMES: Final = {number: name for name, number in FIDELITIES.items()}
 DTYPE_NAMES: Final = {
     lib.FKV_DTYPE_OPAQUE: "opaque",
     lib.FKV_DTYPE_BF16: "bfloat16",
@@ -50,10 +53,16 @@ MODE_NAMES: Final = {
     lib.FKV_STREAM_FXP_FP16: "exponent code, float16",
     lib.FKV_STREAM_PREFIX_BF16: "prefix code, bfloat16",
     lib.FKV_STREAM_PREFIX_FP16: "prefix code, float16",
+    lib.FKV_STREAM_CHANNELS_BF16: "bounded by channel, bfloat16",
+    lib.FKV_STREAM_CHANNELS_FP16: "bounded by channel, float16",
+    lib.FKV_STREAM_CHANNELS_FP32: "bounded by channel, float32",
+    lib.FKV_STREAM_TOKENS_BF16: "bounded by token, bfloat16",
+    lib.FKV_STREAM_TOKENS_FP16: "bounded by token, float16",
+    lib.FKV_STREAM_TOKENS_FP32: "bounded by token, float32",
 }
 TLV_NAMES: Final = {
     getattr(lib, f"FKV_TLV_{name}"): name.lower()
-    for name in "BLOCKS KEYS PLANES PAGE_CRCS STREAMS STRIPES ORDER INLINE NAMESPACE".split()
+    for name in "BLOCKS KEYS PLANES PAGE_CRCS STREAMS STRIPES ORDER INLINE NAMESPACE PROFILE".split()
 }
 _ROLES: Final = {role.native: role.value for role in Role}
 
@@ -93,7 +102,7 @@ class PlaneFacts:
 
 @dataclass(frozen=True)
 class StreamFacts:
-    """One (layer, plane, head). parameters: of its code: exponent bases, or a byte a channel."""
+    """One (layer, plane, head). parameters: of its code, by mode: see docs/format.md."""
 
     stream: int
     layer: int
@@ -324,6 +333,8 @@ class HeaderView:
         fields["flags"] = flag_names(fields["flags"])
         if fields["start_token"] == lib.FKV_POSITION_UNKNOWN:
             fields["start_token"] = None
+        if self.good and self.tlv(lib.FKV_TLV_PROFILE):
+            fields["profile"] = self.tlv(lib.FKV_TLV_PROFILE).hex()
         return fields
 
     def shard_text(self) -> str:
@@ -352,6 +363,10 @@ def _parameters(vector_bytes: int, mode: int) -> int:
     """Bytes of parameters behind a stream's row."""
     if mode == lib.FKV_STREAM_PLAIN:
         return 0
+    if lib.FKV_STREAM_CHANNELS_BF16 <= mode <= lib.FKV_STREAM_TOKENS_FP32:
+        element = 4 if mode in (lib.FKV_STREAM_CHANNELS_FP32, lib.FKV_STREAM_TOKENS_FP32) else 2
+        channel = 2 if mode >= lib.FKV_STREAM_TOKENS_BF16 else 3
+        return 4 + channel * (vector_bytes // element)
     if mode in (lib.FKV_STREAM_PREFIX_BF16, lib.FKV_STREAM_PREFIX_FP16):
         return 1 + vector_bytes // 2
     return int(-(-(vector_bytes // 2) // lib.FKV_STREAM_GROUP))

@@ -1,0 +1,598 @@
+/* codec_bounded_core.h: the work of the bounded code on rows and groups of 64 values; compiled once for
+ * each code path.
+ *
+ * Invariants
+ *  - every float32 operation is written out, one rounding each, and none is reordered: both paths
+ *    give the same values, which the file's users are compiled for (-ffp-contract=off);
+ *  - bit i of a word belongs to value i of the group; bits past the group's end are zero;
+ *  - lanes past a row's end are computed in padding and never leave it.
+ */
+#ifndef FLASHKV_CODEC_BOUNDED_CORE_H
+#define FLASHKV_CODEC_BOUNDED_CORE_H
+#include "codec_bounded.h"
+#include "codec_prefix_planes.h"
+
+#define CORE PREFIX_INLINE
+
+CORE uint32_t bits_of_float(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+
+CORE float float_of_bits(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+CORE bool is_finite(float value) { return (bits_of_float(value) & 0x7F800000) != 0x7F800000; }
+
+/* ---- elements ---- */
+
+CORE float of_half(uint32_t half)
+{
+    /* A multiplication puts denormals right; the two highest exponents are infinity's. */
+    float value = float_of_bits((half & 0x7FFF) << 13) * float_of_bits(239u << 23);
+    uint32_t special = (half & 0x7C00) == 0x7C00 ? 0x7F800000 : 0;
+    return float_of_bits(bits_of_float(value) | special | (half & 0x8000) << 16);
+}
+
+CORE uint32_t to_half(float value)
+{
+    uint32_t bits = bits_of_float(value), sign = bits >> 16 & 0x8000, size = bits & 0x7FFFFFFF;
+    uint32_t small = bits_of_float(float_of_bits(size) + 0.5f) - 0x3F000000;
+    uint32_t normal = (size - (112u << 23) + 0xFFF + (size >> 13 & 1)) >> 13;
+    normal = size >= 0x477FF000 ? 0x7C00 : normal; /* 65,520 and more */
+    return sign | (size < 0x38800000 ? small : normal);
+}
+
+CORE uint32_t to_bf16(float value)
+{
+    uint32_t bits = bits_of_float(value);
+    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+}
+
+CORE void load_values(const uint8_t *row, uint32_t dtype, uint32_t count, float *out)
+{
+    uint16_t halves[BOUNDED_VALUES_MAX];
+    if (dtype == FKV_DTYPE_FP32) {
+        memcpy(out, row, 4 * (size_t)count);
+        return;
+    }
+    memcpy(halves, row, 2 * (size_t)count);
+    if (dtype == FKV_DTYPE_BF16)
+        for (uint32_t i = 0; i < count; i++) out[i] = float_of_bits((uint32_t)halves[i] << 16);
+    else
+        for (uint32_t i = 0; i < count; i++) out[i] = of_half(halves[i]);
+}
+
+/* 64 values to the elements of a row, of which in_use are there. */
+CORE void store_values(const float *values, uint32_t dtype, uint32_t in_use, uint8_t *out)
+{
+    uint16_t halves[BOUNDED_GROUP];
+    if (dtype == FKV_DTYPE_FP32) {
+        memcpy(out, values, 4 * (size_t)in_use);
+        return;
+    }
+    if (dtype == FKV_DTYPE_BF16)
+        for (uint32_t i = 0; i < BOUNDED_GROUP; i++) halves[i] = (uint16_t)to_bf16(values[i]);
+    else
+        for (uint32_t i = 0; i < BOUNDED_GROUP; i++) halves[i] = (uint16_t)to_half(values[i]);
+    if (in_use == BOUNDED_GROUP)
+        memcpy(out, halves, sizeof halves);
+    else
+        memcpy(out, halves, 2 * (size_t)in_use);
+}
+
+/* ---- measuring ---- */
+
+/* What vectorises: selections by masks of ones, of the sizes that are compared. */
+CORE uint32_t mask_of(bool condition) { return condition ? UINT32_MAX : 0; }
+CORE float chosen(uint32_t mask, float yes, float no)
+{
+    return float_of_bits((bits_of_float(yes) & mask) | (bits_of_float(no) & ~mask));
+}
+CORE float size_of(float value) { return float_of_bits(bits_of_float(value) & 0x7FFFFFFF); }
+CORE uint32_t finite_mask(float value)
+{
+    return mask_of((bits_of_float(value) & 0x7FFFFFFF) < 0x7F800000);
+}
+
+/* Of each channel: mean, sum of squared deviations, sum of products of neighbouring ones, least and
+ * greatest value, how many numbers; what is none is left out. sums: [6][width]. */
+CORE void measure(const float *restrict values, uint32_t count, uint32_t width,
+                  float *restrict sums)
+{
+    float *restrict mean = sums, *restrict squares = sums + width,
+          *restrict products = sums + 2 * width, *restrict least = sums + 3 * width,
+          *restrict greatest = sums + 4 * width, *restrict n = sums + 5 * width;
+    memset(sums, 0, 6 * sizeof *sums * width);
+    for (uint32_t c = 0; c < width; c++) least[c] = 3.4e38f, greatest[c] = -3.4e38f;
+    for (uint32_t r = 0; r < count; r++) {
+        const float *restrict row = values + (size_t)r * width;
+        for (uint32_t c = 0; c < width; c++) {
+            float x = row[c];
+            uint32_t finite = finite_mask(x);
+            n[c] += chosen(finite, 1.0f, 0.0f);
+            mean[c] += chosen(finite, x, 0.0f);
+            least[c] = chosen(finite & mask_of(x < least[c]), x, least[c]);
+            greatest[c] = chosen(finite & mask_of(x > greatest[c]), x, greatest[c]);
+        }
+    }
+    for (uint32_t c = 0; c < width; c++) mean[c] = n[c] > 0.0f ? mean[c] / n[c] : 0.0f;
+    for (uint32_t r = 0; r < count; r++) {
+        const float *restrict row = values + (size_t)r * width,
+                    *restrict before = r ? row - width : row;
+        const uint32_t follows = mask_of(r > 0);
+        for (uint32_t c = 0; c < width; c++) {
+            float x = row[c], last = before[c];
+            float d = chosen(finite_mask(x), x - mean[c], 0.0f),
+                  e = chosen(finite_mask(last) & follows, last - mean[c], 0.0f);
+            squares[c] += d * d;
+            products[c] += d * e;
+        }
+    }
+}
+
+#define LANES 8u
+/* Of one row: the variance of its values and their range, in lanes of a fixed order. */
+CORE void spread_of(const float *restrict row, uint32_t width, float *restrict spread)
+{
+    float sum[LANES] = {0}, squares[LANES] = {0}, least[LANES], greatest[LANES];
+    float padded[BOUNDED_VALUES_MAX + LANES];
+    const uint32_t whole = (width + LANES - 1) / LANES * LANES;
+    padded[0] = 0.0f;
+    for (uint32_t i = 0; i < width; i++) padded[i] = chosen(finite_mask(row[i]), row[i], 0.0f);
+    for (uint32_t i = width; i < whole; i++) padded[i] = 0.0f;
+    for (uint32_t l = 0; l < LANES; l++) least[l] = greatest[l] = padded[0];
+    for (uint32_t i = 0; i < whole; i += LANES)
+        for (uint32_t l = 0; l < LANES; l++) {
+            float x = padded[i + l];
+            uint32_t there = mask_of(i + l < width);
+            sum[l] += x;
+            least[l] = chosen(there & mask_of(x < least[l]), x, least[l]);
+            greatest[l] = chosen(there & mask_of(x > greatest[l]), x, greatest[l]);
+        }
+    float mean = 0.0f, total = 0.0f;
+    for (uint32_t l = 0; l < LANES; l++) mean += sum[l];
+    mean /= (float)width;
+    for (uint32_t i = 0; i < whole; i += LANES)
+        for (uint32_t l = 0; l < LANES; l++) {
+            float d = chosen(mask_of(i + l < width), padded[i + l] - mean, 0.0f);
+            squares[l] += d * d;
+        }
+    for (uint32_t l = 0; l < LANES; l++) {
+        total += squares[l];
+        least[0] = least[l] < least[0] ? least[l] : least[0];
+        greatest[0] = greatest[l] > greatest[0] ? greatest[l] : greatest[0];
+    }
+    spread[0] = total / (float)width;
+    spread[1] = greatest[0] - least[0];
+}
+
+/* ---- quantising ---- */
+#define BOUNDED_MAGNITUDE_MAX 4095.0f
+
+/* How many whole steps, at most BOUNDED_MAGNITUDE_MAX: what is no number as well. */
+CORE int32_t whole_steps(float d, float divisor)
+{
+    float ratio = size_of(d) / divisor;
+    return (int32_t)chosen(mask_of(ratio < BOUNDED_MAGNITUDE_MAX), ratio, BOUNDED_MAGNITUDE_MAX);
+}
+
+CORE float signed_like(float size, float of)
+{
+    return float_of_bits(bits_of_float(size) | (bits_of_float(of) & 0x80000000));
+}
+
+/* Magnitudes with the plan's middles, steps and carries, whatever the codes; `state` goes on. */
+CORE void magnitudes_of(const float *restrict values, uint32_t width, const bounded_plan *plan,
+                        bool by_token, float step, float *restrict state,
+                        uint16_t *restrict magnitudes)
+{
+    const float *restrict middle = plan->middle, *restrict carry = plan->carry,
+                *restrict divisors = plan->divisor;
+    for (uint32_t c = 0; c < width; c++) {
+        float divisor = by_token ? step : divisors[c];
+        float from = values[c] - middle[c], kept = by_token ? 0.0f : carry[c] * state[c];
+        float d = from - kept;
+        int32_t whole = whole_steps(d, divisor);
+        float next = kept + signed_like(((float)whole + 0.5f) * divisor, d);
+        uint32_t near = mask_of(whole < (int32_t)BOUNDED_MAGNITUDE_MAX);
+        if (!by_token)
+            state[c] = chosen(near, next, chosen(finite_mask(from), from, 0.0f));
+        magnitudes[c] = (uint16_t)whole;
+    }
+}
+
+/* Adds up what each code takes for each channel: prices[BOUNDED_CODES][width], bits. */
+CORE void prices_of(const uint16_t *restrict magnitudes, uint32_t width, uint32_t element,
+                    uint16_t *restrict prices)
+{
+    const uint16_t escape = (uint16_t)(BOUNDED_ROUNDS + 8 * element);
+#pragma GCC unroll 14
+    for (uint32_t code = 0; code < BOUNDED_CODES; code++) {
+        const uint16_t low = (uint16_t)(code >> 1), digit = (uint16_t)(1 + (code & 1)),
+                       before = (uint16_t)((1 << digit) - 2), always = (uint16_t)(1 + low + digit);
+        uint16_t *restrict sums = prices + (size_t)code * width;
+        for (uint32_t c = 0; c < width; c++) {
+            uint16_t high = (uint16_t)(magnitudes[c] >> low);
+            uint16_t more = (uint16_t)(high > before ? high - before : 0);
+            more = more > BOUNDED_ROUNDS ? escape : more;
+            sums[c] = (uint16_t)(sums[c] + always + more);
+        }
+    }
+}
+
+/* 64 values of a row, those past its end in padding. */
+CORE void quantise_group(const float *restrict values, const bounded_plan *plan, uint32_t at,
+                         bool by_token, float step, float limit, float *restrict state,
+                         uint8_t *restrict low, uint8_t *restrict rest, uint32_t *restrict totals)
+{
+    int32_t wholes[BOUNDED_GROUP], misses[BOUNDED_GROUP], signs[BOUNDED_GROUP];
+    float states[BOUNDED_GROUP];
+    const float *restrict middle = plan->middle + at, *restrict carry = plan->carry + at,
+                *restrict divisors = plan->divisor + at, *restrict steps = plan->step + at;
+    const uint8_t *restrict shift = plan->shift + at, *restrict tops = plan->top + at,
+                  *restrict first = plan->first + at;
+    for (uint32_t c = 0; c < BOUNDED_GROUP; c++) {
+        float size = by_token ? steps[c] * step : steps[c], x = values[c], from = x - middle[c];
+        float kept = by_token ? 0.0f : carry[c] * state[c], d = from - kept;
+        int32_t whole = whole_steps(d, by_token ? step : divisors[c]);
+        float next = kept + signed_like(((float)whole + 0.5f) * size, d), y = middle[c] + next;
+        /* Half a step, and what float32 itself rounds off. */
+        float bound = size * 0.5f + size_of(x) * 2.3841858e-7f;
+        uint32_t good = mask_of(size_of(x - y) <= bound) & mask_of(size_of(y) <= limit);
+        int32_t further = (whole >> shift[c]) - tops[c];
+        uint32_t miss = ~good | mask_of(further >= (int32_t)BOUNDED_ROUNDS);
+        wholes[c] = whole, misses[c] = (int32_t)miss;
+        signs[c] = (int32_t)(bits_of_float(d) >> 31);
+        states[c] = chosen(miss, chosen(finite_mask(from), from, 0.0f), next);
+    }
+    int32_t lows[BOUNDED_GROUP], rests[BOUNDED_GROUP], taken[BOUNDED_GROUP], lost[BOUNDED_GROUP];
+    for (uint32_t c = 0; c < BOUNDED_GROUP; c++) {
+        int32_t whole = wholes[c], top = tops[c], high = whole >> shift[c], miss = misses[c];
+        int32_t further = high > top ? high - top : 0, digit = high < top ? high : top;
+        further = (further & ~miss) | ((int32_t)BOUNDED_ROUNDS & miss);
+        digit = (digit & ~miss) | (top & miss);
+        int32_t bits = further < (int32_t)BOUNDED_ROUNDS ? further + 1 : (int32_t)BOUNDED_ROUNDS;
+        taken[c] = digit == top ? bits : 0;
+        /* A channel without bits has no escapes either: a stripe that none fits. */
+        lost[c] = miss & (first[c] ? 1 : (int32_t)FKV_PAGE_BYTES);
+        lows[c] = whole & (first[c] - 1) & ~miss;
+        rests[c] = digit | further << 2 | (signs[c] & ~miss) << 5;
+    }
+    int32_t digits = 0, escapes = 0;
+    for (uint32_t c = 0; c < BOUNDED_GROUP; c++) digits += taken[c], escapes += lost[c];
+    for (uint32_t c = 0; c < BOUNDED_GROUP; c++) low[c] = (uint8_t)lows[c];
+    for (uint32_t c = 0; c < BOUNDED_GROUP; c++) rest[c] = (uint8_t)rests[c];
+    if (!by_token) memcpy(state, states, sizeof states);
+    totals[0] += (uint32_t)digits, totals[1] += (uint32_t)escapes;
+}
+
+/* One row: low and rest of each value; adds to totals[0] the further digits, to totals[1] the escapes. A
+ * value that comes back further from itself than half a step, or not at all, is an escape. */
+CORE void quantise(const float *values, const bounded_plan *plan, bool by_token, float step,
+                   float limit, float *state, uint8_t *low, uint8_t *rest, uint32_t *totals)
+{
+    for (uint32_t at = 0; at < plan->values; at += BOUNDED_GROUP)
+        quantise_group(values + at, plan, at, by_token, step, limit, state + at, low + at,
+                       rest + at, totals);
+}
+
+/* ---- bytes and words ---- */
+#ifdef PREFIX_BMI2
+CORE uint64_t word_of(const uint8_t *bytes, int bit)
+{
+    const __m256i *from = (const __m256i *)bytes;
+    __m256i a = _mm256_loadu_si256(from), b = _mm256_loadu_si256(from + 1);
+    uint32_t first = (uint32_t)_mm256_movemask_epi8(_mm256_slli_epi16(a, 7 - bit));
+    uint32_t second = (uint32_t)_mm256_movemask_epi8(_mm256_slli_epi16(b, 7 - bit));
+    return first | (uint64_t)second << 32;
+}
+
+/* Adds weights[i] to the bytes whose bits are set; the weights have bits that no byte has yet. */
+CORE void weigh(uint64_t word, const uint8_t *weights, uint8_t *bytes)
+{
+    const __m256i order = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2,
+                                           2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
+    const __m256i bits = _mm256_set1_epi64x((long long)0x8040201008040201);
+    for (int h = 0; h < 2; h++) {
+        __m256i *to = (__m256i *)(bytes + 32 * h);
+        __m256i all = _mm256_shuffle_epi8(_mm256_set1_epi32((int)(word >> 32 * h)), order);
+        __m256i set = _mm256_cmpeq_epi8(_mm256_and_si256(all, bits), bits);
+        __m256i weight = _mm256_loadu_si256((const __m256i *)(weights + 32 * h));
+        _mm256_storeu_si256(
+            to, _mm256_or_si256(_mm256_loadu_si256(to), _mm256_and_si256(set, weight)));
+    }
+}
+#else
+CORE uint64_t word_of(const uint8_t *bytes, int bit)
+{
+    uint64_t word = 0;
+    for (uint32_t i = 0; i < BOUNDED_GROUP; i++) word |= (uint64_t)(bytes[i] >> bit & 1) << i;
+    return word;
+}
+
+CORE void weigh(uint64_t word, const uint8_t *weights, uint8_t *bytes)
+{
+    for (uint32_t i = 0; i < BOUNDED_GROUP; i++)
+        bytes[i] |= (uint8_t)(word >> i & 1 ? weights[i] : 0);
+}
+#endif
+
+#define BOUNDED_BATCH 64u
+/* Which values of each group go on after each digit; [0]: after the first one. */
+typedef struct {
+    uint32_t count;
+    uint64_t go[BOUNDED_ROUNDS + 1][BOUNDED_BATCH];
+} bounded_rounds;
+
+CORE void put_rounds(bounded_rounds *b, bit_writer *digits)
+{
+    for (uint32_t k = 1; k <= BOUNDED_ROUNDS; k++)
+        for (uint32_t i = 0; i < b->count; i++)
+            put_bits(digits, PACK_BITS(b->go[k][i], b->go[k - 1][i]), COUNT_BITS(b->go[k - 1][i]));
+    b->count = 0;
+}
+
+CORE void emit(const bounded_plan *plan, bounded_scratch *s, uint32_t *plane_bytes,
+               uint32_t *digit_bytes)
+{
+    bit_writer planes = {s->planes, 0, 0}, digits = {s->digits, 0, 0};
+    bounded_rounds b;
+    b.count = 0;
+    for (uint32_t r = s->exact; r < s->count; r++) {
+        if (plan->by_token) put_bits(&planes, s->level[r], BOUNDED_LEVEL_BITS);
+        for (uint32_t g = 0; g < plan->groups; g++) {
+            const size_t at = (size_t)(r - s->exact) * plan->values + g * BOUNDED_GROUP;
+            const uint8_t *low = s->low + at, *rest = s->rest + at;
+            const uint64_t coded = plan->coded[g], wide = plan->wide[g];
+            for (uint32_t k = 0; k < plan->low_planes[g]; k++)
+                put_bits(&planes, PACK_BITS(word_of(low, (int)k), plan->low[g][k]),
+                         plan->low_count[g][k]);
+            const uint64_t d0 = word_of(rest, 0) & coded, d1 = word_of(rest, 1) & wide;
+            put_bits(&planes, PACK_BITS(d0, coded), plan->coded_count[g]);
+            put_bits(&planes, PACK_BITS(d1, wide), plan->wide_count[g]);
+            put_bits(&planes, PACK_BITS(word_of(rest, 5), coded), plan->coded_count[g]);
+            const uint64_t u0 = word_of(rest, 2) & coded, u1 = word_of(rest, 3) & coded,
+                           u2 = word_of(rest, 4) & coded;
+            const uint32_t i = b.count++;
+            b.go[0][i] = d0 & (d1 | ~wide);
+            b.go[1][i] = u0 | u1 | u2;
+            b.go[2][i] = u1 | u2;
+            b.go[3][i] = u2 | (u1 & u0);
+            b.go[4][i] = u2;
+            b.go[5][i] = u2 & (u1 | u0);
+            b.go[6][i] = u2 & u1;
+            b.go[7][i] = u2 & u1 & u0;
+            if (b.count == BOUNDED_BATCH) put_rounds(&b, &digits);
+        }
+    }
+    put_rounds(&b, &digits);
+    *planes.out = (uint8_t)planes.carried, *digits.out = (uint8_t)digits.carried;
+    *plane_bytes = (uint32_t)(planes.out - s->planes) + (planes.held != 0);
+    *digit_bytes = (uint32_t)(digits.out - s->digits) + (digits.held != 0);
+}
+
+/* ---- decoding ---- */
+typedef struct {
+    uint64_t low[BOUNDED_LOW_MAX], first, second, sign;
+} bounded_words;
+
+typedef struct {
+    bounded_rounds rounds;
+    bounded_words words[BOUNDED_BATCH];
+    uint32_t group[BOUNDED_BATCH];
+    uint8_t *row[BOUNDED_BATCH];
+    float step[BOUNDED_BATCH];
+} bounded_batch;
+
+CORE uint64_t get_planes_of(const bounded_plan *plan, bounded_batch *b, uint32_t i,
+                            const uint8_t *bits, uint64_t at)
+{
+    const uint32_t g = b->group[i];
+    const uint64_t coded = plan->coded[g], wide = plan->wide[g];
+    bounded_words *w = &b->words[i];
+    for (uint32_t k = 0; k < plan->low_planes[g]; k++) {
+        w->low[k] = SPREAD_BITS(take_bits(bits, at), plan->low[g][k]);
+        at += plan->low_count[g][k];
+    }
+    w->first = SPREAD_BITS(take_bits(bits, at), coded);
+    at += plan->coded_count[g];
+    w->second = wide ? SPREAD_BITS(take_bits(bits, at), wide) : 0;
+    at += plan->wide_count[g];
+    w->sign = SPREAD_BITS(take_bits(bits, at), coded);
+    b->rounds.go[0][i] = w->first & (w->second | ~wide) & coded;
+    return at + plan->coded_count[g];
+}
+
+/* The further digits of a batch; returns where they end: behind `room` (bits) if they are too many. */
+CORE uint64_t get_rounds(bounded_rounds *b, const uint8_t *bits, uint64_t at, uint64_t room)
+{
+    for (uint32_t k = 1; k <= BOUNDED_ROUNDS; k++) {
+        uint64_t any = 0;
+        for (uint32_t i = 0; i < b->count; i++) {
+            const uint64_t before = b->go[k - 1][i];
+            b->go[k][i] = before ? SPREAD_BITS(take_bits(bits, at), before) : 0;
+            at += COUNT_BITS(before);
+            any |= b->go[k][i];
+        }
+        if (at > room) return at;
+        if (!any) {
+            for (k++; k <= BOUNDED_ROUNDS; k++) memset(b->go[k], 0, b->count * sizeof b->go[k][0]);
+            return at;
+        }
+    }
+    return at;
+}
+
+static const uint8_t bounded_ones[BOUNDED_LOW_MAX][BOUNDED_GROUP] = {
+#define ALIKE(n) {n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n}
+    ALIKE(1), ALIKE(2), ALIKE(4), ALIKE(8), ALIKE(16), ALIKE(32),
+#undef ALIKE
+};
+static const uint8_t bounded_signs[BOUNDED_GROUP] = {
+    128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128,
+    128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128,
+    128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128,
+    128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128};
+
+/* A group's values: words to magnitudes to numbers; `state` goes on. */
+CORE void place_group(const bounded_plan *plan, const bounded_batch *b, uint32_t i, bool by_token,
+                      uint32_t dtype, float *state)
+{
+    const uint32_t g = b->group[i], at = g * BOUNDED_GROUP;
+    const bounded_words *w = &b->words[i];
+    const uint64_t(*go)[BOUNDED_BATCH] = b->rounds.go;
+    const uint64_t u0 = go[1][i] ^ go[2][i] ^ go[3][i] ^ go[4][i] ^ go[5][i] ^ go[6][i] ^ go[7][i],
+                   u1 = go[2][i] ^ go[4][i] ^ go[6][i], u2 = go[4][i];
+    uint8_t fixed[BOUNDED_GROUP] = {0}, more[BOUNDED_GROUP] = {0}, sign[BOUNDED_GROUP] = {0};
+    float values[BOUNDED_GROUP];
+    for (uint32_t k = 0; k < plan->low_planes[g]; k++) weigh(w->low[k], bounded_ones[k], fixed);
+    weigh(w->first, plan->first + at, fixed);
+    if (plan->wide[g]) weigh(w->second, plan->second + at, fixed);
+    weigh(w->sign, bounded_signs, sign);
+    weigh(u0, bounded_ones[0], more);
+    if (u1) weigh(u1, bounded_ones[1], more);
+    if (u2) weigh(u2, bounded_ones[2], more);
+    const uint8_t *worth = plan->first + at;
+    const float *middle = plan->middle + at, *carry = plan->carry + at, *steps = plan->step + at;
+    const float step = b->step[i];
+    for (uint32_t c = 0; c < BOUNDED_GROUP; c++) {
+        int32_t magnitude = fixed[c] + (int32_t)more[c] * worth[c];
+        float size = (float)magnitude + 0.5f;
+        float back = size * (by_token ? steps[c] * step : steps[c]);
+        back = float_of_bits(bits_of_float(back) ^ (uint32_t)sign[c] << 24);
+        float next = by_token ? back : carry[c] * state[at + c] + back;
+        if (!by_token) state[at + c] = next;
+        values[c] = middle[c] + next;
+    }
+    if (!b->row[i]) return;
+    const uint32_t in_use =
+        plan->values - at < BOUNDED_GROUP ? plan->values - at : BOUNDED_GROUP;
+    store_values(values, dtype, in_use, b->row[i] + (size_t)at * plan->element);
+}
+
+/* Puts a group's escapes in their places; they are read downwards from *end, not below `begin`. */
+CORE bool patch_group(const bounded_plan *plan, const bounded_batch *b, uint32_t i,
+                      const uint8_t *begin, const uint8_t **end, float *state)
+{
+    for (uint64_t left = b->rounds.go[BOUNDED_ROUNDS][i]; left; left &= left - 1) {
+        const uint32_t c = b->group[i] * BOUNDED_GROUP + (uint32_t)__builtin_ctzll(left);
+        float value;
+        if (*end - begin < (ptrdiff_t)plan->element) return false;
+        *end -= plan->element;
+        load_values(*end, plan->dtype, 1, &value);
+        float from = value - plan->middle[c];
+        state[c] = is_finite(from) ? from : 0.0f;
+        if (b->row[i]) memcpy(b->row[i] + (size_t)c * plan->element, *end, plan->element);
+    }
+    return true;
+}
+
+CORE bool place_batch_of(const bounded_plan *plan, bounded_batch *b, bool by_token, uint32_t dtype,
+                         const uint8_t *begin, const uint8_t **end, float *state)
+{
+    for (uint32_t i = 0; i < b->rounds.count; i++) {
+        if (b->row[i] || !by_token) place_group(plan, b, i, by_token, dtype, state);
+        if (b->rounds.go[BOUNDED_ROUNDS][i] && !patch_group(plan, b, i, begin, end, state))
+            return false;
+    }
+    b->rounds.count = 0;
+    return true;
+}
+
+/* `bits`: a copy of the planes and digits with room behind. Returns the first escape that was used, or
+ * NULL; *used: how many bits of the digits were. */
+CORE const uint8_t *decode_rows(const bounded_plan *plan, uint32_t count, bool by_token,
+                                uint32_t dtype, const uint8_t *bits, const uint8_t *begin,
+                                const uint8_t *end, float *state, const uint64_t *rows,
+                                uint64_t *used)
+{
+    const uint64_t room = (uint64_t)(end - begin) * 8;
+    uint64_t plane_at = 0, at = ((uint64_t)count * plan->row_bits + 7) / 8 * 8;
+    float step = 1.0f;
+    bounded_batch b;
+    b.rounds.count = 0;
+    for (uint32_t r = 0, g = 0; r < count;) {
+        const uint32_t i = b.rounds.count++;
+        if (by_token && g == 0) {
+            step = plan->levels[take_bits(bits, plane_at) & ((1u << BOUNDED_LEVEL_BITS) - 1)];
+            plane_at += BOUNDED_LEVEL_BITS;
+        }
+        b.group[i] = g, b.row[i] = (uint8_t *)(uintptr_t)rows[r], b.step[i] = step;
+        plane_at = get_planes_of(plan, &b, i, bits, plane_at);
+        if (++g == plan->groups) g = 0, r++;
+        if (b.rounds.count < BOUNDED_BATCH && r < count) continue;
+        at = get_rounds(&b.rounds, bits, at, room);
+        if (at > room || !place_batch_of(plan, &b, by_token, dtype, begin, &end, state))
+            return NULL;
+    }
+    *used = at;
+    return end;
+}
+
+/* ---- the path's functions ---- */
+#define BOUNDED_DEFINE(suffix)                                                                     \
+    CORE_TARGET void fkv_bounded_values_##suffix(const uint8_t *row, uint32_t dtype,               \
+                                                 uint32_t count, float *out)                       \
+    {                                                                                              \
+        load_values(row, dtype, count, out);                                                       \
+    }                                                                                              \
+    CORE_TARGET void fkv_bounded_measure_##suffix(const float *values, uint32_t count,             \
+                                                  uint32_t width, float *sums)                     \
+    {                                                                                              \
+        measure(values, count, width, sums);                                                       \
+    }                                                                                              \
+    CORE_TARGET void fkv_bounded_spread_##suffix(const float *row, uint32_t width, float *spread)  \
+    {                                                                                              \
+        spread_of(row, width, spread);                                                             \
+    }                                                                                              \
+    CORE_TARGET void fkv_bounded_magnitudes_##suffix(const float *values, uint32_t width,          \
+                                                     const bounded_plan *plan, float step,         \
+                                                     float *state, uint16_t *magnitudes)           \
+    {                                                                                              \
+        if (plan->by_token)                                                                        \
+            magnitudes_of(values, width, plan, true, step, state, magnitudes);                     \
+        else                                                                                       \
+            magnitudes_of(values, width, plan, false, step, state, magnitudes);                    \
+    }                                                                                              \
+    CORE_TARGET void fkv_bounded_prices_##suffix(const uint16_t *magnitudes, uint32_t width,       \
+                                                 uint32_t element, uint16_t *prices)               \
+    {                                                                                              \
+        prices_of(magnitudes, width, element, prices);                                             \
+    }                                                                                              \
+    CORE_TARGET void fkv_bounded_quantise_##suffix(const float *values, const bounded_plan *plan,  \
+                                                   float step, float limit, float *state,          \
+                                                   uint8_t *low, uint8_t *rest,                    \
+                                                   uint32_t *totals)                             \
+    {                                                                                              \
+        if (plan->by_token)                                                                        \
+            quantise(values, plan, true, step, limit, state, low, rest, totals);                   \
+        else                                                                                       \
+            quantise(values, plan, false, step, limit, state, low, rest, totals);                  \
+    }                                                                                              \
+    CORE_TARGET void fkv_bounded_emit_##suffix(const bounded_plan *plan, bounded_scratch *scratch, \
+                                               uint32_t *plane_bytes, uint32_t *digit_bytes)       \
+    {                                                                                              \
+        emit(plan, scratch, plane_bytes, digit_bytes);                                             \
+    }                                                                                              \
+    CORE_TARGET const uint8_t *fkv_bounded_decode_##suffix(                                        \
+        const bounded_plan *plan, uint32_t count, const uint8_t *bits, const uint8_t *begin,       \
+        const uint8_t *end, float *state, const uint64_t *rows, uint64_t *used)                    \
+    {                                                                                              \
+        const uint32_t dtype = plan->dtype;                                                        \
+        if (dtype == FKV_DTYPE_BF16 && plan->by_token)                                             \
+            return decode_rows(plan, count, true, FKV_DTYPE_BF16, bits, begin, end, state, rows,   \
+                               used);                                                              \
+        if (dtype == FKV_DTYPE_BF16)                                                               \
+            return decode_rows(plan, count, false, FKV_DTYPE_BF16, bits, begin, end, state, rows,  \
+                               used);                                                              \
+        return decode_rows(plan, count, plan->by_token, dtype, bits, begin, end, state, rows,      \
+                           used);                                                                  \
+    }
+#endif
