@@ -165,11 +165,6 @@ def _by_text(texts: dict[str, Text], parts: list[Divergence]) -> dict[str, float
     return {name: float(part.kl.mean()) for name, part in zip(texts, parts, strict=True)}
 
 
-def quality_steps(texts: int, levels: int) -> int:
-    """How often measure() calls step()."""
-    return texts + 1 + 3 * levels
-
-
 def measure(
     subject: Subject,
     texts: dict[str, list[int]],

@@ -2,13 +2,13 @@
 
 Invariants
   - the same steps and predictions as the codec's (docs/codecs.md), records of 256 tokens, the first
-    tokens of a sequence exact; no bytes: bits are an estimate;
+    tokens of a sequence exact; no bytes;
   - |decoded - value| is at most half a step.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
@@ -23,20 +23,6 @@ PAGE_TOKENS: Final = 128
 STEP_GRID: Final = 8
 """Steps are powers of two of multiples of 1 / STEP_GRID."""
 COEFFICIENT_GRID: Final = 8
-K_SIDE_BITS: Final = 24
-"""Of a channel's mean, step, coefficient and table."""
-V_TOKEN_BITS: Final = 8
-V_CHANNEL_BITS: Final = 8
-TABLE_LOSS: Final = 0.05
-"""Bits a value by which static tables lose to a distribution fitted to each channel."""
-
-
-@dataclass(frozen=True)
-class Coded:
-    """values: as decoded, [layer, head, token, dim]; bits: of all of them together, estimated."""
-
-    values: Floats
-    bits: float
 
 
 def on_grid(steps: Floats) -> Floats:
@@ -44,75 +30,50 @@ def on_grid(steps: Floats) -> Floats:
     return np.asarray(np.exp2(grid), np.float32)
 
 
-def code_k(values: Floats, factors: Floats, power: float = 0.0) -> Coded:
-    """Keys: a step for each channel, f[layer] * deviation ** power; each token predicted from the
-    one before."""
-    out, bits = np.empty_like(values), 0.0
-    for first, part, exact in _records(values):
-        mean, deviation = part.mean(2, keepdims=True), part.std(2, keepdims=True)
-        step = on_grid(factors[:, None, None, None] * deviation**power)
-        mean = np.rint(mean / step) * step
-        symbols, decoded = _predicted(part, mean, step)
-        begin = first + exact
-        out[:, :, first:begin] = values[:, :, first:begin]
-        out[:, :, begin : begin + part.shape[2]] = decoded
-        bits += symbol_bits(symbols) + mean.size * (K_SIDE_BITS + 16 * exact)
-    return Coded(out, bits)
+def code_k(values: Floats, factors: Floats) -> Floats:
+    """Keys [layer, head, token, dim] as they come back: steps are factors[layer], each token is
+    predicted from the one before."""
+    out = values.copy()
+    step = on_grid(factors)[:, None, None, None]
+    for begin, part in _records(values):
+        mean = np.rint(part.mean(2, keepdims=True) / step) * step
+        out[:, :, begin : begin + part.shape[2]] = _predicted(part, mean, step)
+    return out
 
 
-def _predicted(part: Floats, mean: Floats, step: Floats) -> tuple[NDArray[np.int32], Floats]:
+def _predicted(part: Floats, mean: Floats, step: Floats) -> Floats:
     centred = part - mean
     before, after = centred[:, :, :-1], centred[:, :, 1:]
     energy = np.maximum((before**2).sum(2), 1e-20)
     grid = np.rint((before * after).sum(2) / energy * COEFFICIENT_GRID) / COEFFICIENT_GRID
     coefficient = np.clip(grid, 0, 1 - 1 / COEFFICIENT_GRID).astype(np.float32)
-    symbols, decoded = np.empty(part.shape, np.int32), np.empty_like(part)
+    decoded = np.empty_like(part)
     mean, step = mean[:, :, 0], step[:, :, 0]
     last = np.zeros_like(mean)
     for token in range(part.shape[2]):
         predicted = mean + coefficient * last if token % PAGE_TOKENS else mean
-        symbols[:, :, token] = np.rint((part[:, :, token] - predicted) / step)
-        decoded[:, :, token] = predicted + symbols[:, :, token] * step
+        decoded[:, :, token] = predicted + halfway((part[:, :, token] - predicted) / step) * step
         last = decoded[:, :, token] - mean
-    return symbols, decoded
+    return decoded
 
 
-def code_v(values: Floats, factors: Floats, power: float = 1.0) -> Coded:
-    """Values: a step for each token, f[layer] * deviation over its channels ** power."""
-    out, bits = np.empty_like(values), 0.0
-    for first, part, exact in _records(values):
-        deviation = part.std(3, keepdims=True)
-        step = on_grid(factors[:, None, None, None] * deviation**power)
-        symbols = np.rint(part / step).astype(np.int32)
-        begin = first + exact
-        out[:, :, first:begin] = values[:, :, first:begin]
-        out[:, :, begin : begin + part.shape[2]] = symbols * step
-        channels = part.size // part.shape[2]
-        bits += symbol_bits(symbols) + step.size * V_TOKEN_BITS
-        bits += channels * (V_CHANNEL_BITS + 16 * exact)
-    return Coded(out, bits)
+def code_v(values: Floats, factors: Floats) -> Floats:
+    """Values likewise: a token's step is factors[layer] * its deviation over the channels."""
+    out = values.copy()
+    for begin, part in _records(values):
+        mean = part.mean(2, keepdims=True)
+        step = on_grid(factors[:, None, None, None] * part.std(3, keepdims=True))
+        out[:, :, begin : begin + part.shape[2]] = mean + halfway((part - mean) / step) * step
+    return out
 
 
-def _records(values: Floats) -> list[tuple[int, Floats, int]]:
-    """(first token, the tokens that are coded, exact ones before them) of each record."""
-    parts = []
+def halfway(symbols: Floats) -> Floats:
+    """The nearest number that lies halfway between two integers."""
+    return np.asarray(np.floor(symbols) + np.float32(0.5), np.float32)
+
+
+def _records(values: Floats) -> Iterator[tuple[int, Floats]]:
+    """The tokens of each record that are coded, and where they begin."""
     for first in range(0, values.shape[2], RECORD_TOKENS):
-        exact = EXACT_TOKENS if first == 0 else 0
-        parts.append((first, values[:, :, first + exact : first + RECORD_TOKENS], exact))
-    return parts
-
-
-def symbol_bits(symbols: NDArray[np.int32]) -> float:
-    """Bits of [layer, head, token, dim]: tables are chosen for each channel by its deviation.
-
-    The tables are those of the symbols themselves, pooled over channels of like deviation.
-    """
-    deviation = np.sqrt((symbols.astype(np.float32) ** 2).mean(2, keepdims=True) + 1e-4)
-    table = np.clip(np.rint(4 * np.log2(deviation)) + 27, 0, 63).astype(np.int64)
-    low, high = int(symbols.min()), int(symbols.max())
-    span = high - low + 1
-    rows = np.broadcast_to(table * span, symbols.shape) + (symbols - low)
-    counts = np.bincount(rows.ravel(), minlength=64 * span).reshape(64, span).astype(np.float64)
-    totals = counts.sum(axis=1, keepdims=True)
-    share = np.where(counts > 0, counts / np.maximum(totals, 1), 1)
-    return float(-(counts * np.log2(share)).sum() + TABLE_LOSS * symbols.size)
+        begin = first or EXACT_TOKENS
+        yield begin, values[:, :, begin : first + RECORD_TOKENS]

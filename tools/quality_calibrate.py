@@ -46,7 +46,7 @@ def sensitivities(
     found = {}
     for name, (plane, coder) in CODERS.items():
         factors = _start(floats[:, plane], name)
-        noisy = to_bits(coder(floats[:, plane], factors).values)
+        noisy = to_bits(coder(floats[:, plane], factors))
         cost = np.zeros(layers)
         for layer in range(layers):
             say(f"noise in {name} of layer {layer + 1} of {layers}")
@@ -74,32 +74,24 @@ def proportions(cost: Mapping[str, NDArray[np.float64]]) -> dict[str, Floats]:
     }
 
 
-def estimated_bits(kv: NDArray[np.uint16]) -> Callable[[Mapping[str, Floats]], float]:
-    """A function that tells bits a value for factors, as quality_bounded estimates them."""
-    floats = to_float(kv)
-
-    def bits(factors: Mapping[str, Floats]) -> float:
-        parts = [coder(floats[:, plane], factors[n]) for n, (plane, coder) in CODERS.items()]
-        return sum(part.bits for part in parts) / floats.size
-
-    return bits
-
-
 def scaled_to(
     relative: Mapping[str, Floats], goal_bits: float, bits: Callable[[Mapping[str, Floats]], float]
 ) -> dict[str, Floats]:
-    """The factors at which a value takes `goal_bits`, to within 0.01.
+    """The factors at which a value takes `goal_bits`, as near as the grid of steps lets it.
 
     Twice the step is a bit less, nearly: so each try's error tells the next scale.
     """
     scale = 1.0 / float(np.median(np.concatenate(list(relative.values()))))
-    for _ in range(12):
+    best, least = dict(relative), np.inf
+    for _ in range(8):
         factors = {name: (scale * values).astype(np.float32) for name, values in relative.items()}
         error = bits(factors) - goal_bits
-        if abs(error) <= 0.01:
+        if abs(error) < least:
+            best, least = factors, abs(error)
+        if least <= 0.01:
             break
         scale *= 2.0**error
-    return factors
+    return best
 
 
 def make_profile(

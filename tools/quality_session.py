@@ -7,17 +7,18 @@ Invariant: the model's files that were unpacked for a run are gone at its end.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from .bench_quality import LEVELS, POSITIONS, PREFIX_TOKENS, measure, quality_steps, read_profile
+from .bench_quality import LEVELS, POSITIONS, PREFIX_TOKENS, measure, read_profile, through_store
+from .bench_quality import Text as StoredText
 from .bench_sets import BenchError
 from .machine import machine_facts
-from .quality_calibrate import estimated_bits, make_profile, proportions, sensitivities
+from .quality_calibrate import make_profile, proportions, sensitivities
 from .quality_texts import Text, calibration_text, report_texts
 
 if TYPE_CHECKING:
@@ -96,11 +97,6 @@ def _subject(
         )
 
 
-def session_steps(settings: QualitySettings) -> int:
-    """How often run_quality() calls step()."""
-    return 1 + quality_steps(len(settings.report_texts()), len(LEVELS))
-
-
 def run_quality(settings: QualitySettings, step: Say) -> dict[str, Any]:
     """All figures of `flashkv-bench quality`. Raises BenchError, FlashKVError, DemoError."""
     profile = settings.read_profile()
@@ -120,5 +116,11 @@ def run_calibration(settings: QualitySettings, step: Say) -> dict[str, Any]:
         def probe(changed: Any) -> float:
             return float(subject.compare(exact, tokens, changed).kl.mean())
 
+        def bits(factors: Mapping[str, Any]) -> float:
+            level = {name: [float(value) for value in row] for name, row in factors.items()}
+            profile = {"model": "", "layers": len(kv), "levels": {LEVELS[0]: level}}
+            text = StoredText(tokens, kv, exact)
+            return through_store(settings.path, subject, text, LEVELS[0], profile).bits
+
         cost = sensitivities(kv, probe, step)
-        return make_profile(settings.model_name, proportions(cost), estimated_bits(kv), step)
+        return make_profile(settings.model_name, proportions(cost), bits, step)

@@ -64,12 +64,6 @@ _SWAPS = {
     "continue": ("break",),
     "break": ("continue",),
 }
-_UNARY_BEFORE = re.compile(r"(?:[-+*/%&|^~!<>=?:(,\[{;]|\breturn)\s*$")
-_POINTER_BEFORE = re.compile(
-    r"(?:\b(?:u?int(?:8|16|32|64)?_t|void|char|bool|float|uint\d+x\d+_t|__m256i|__m128i|__m256"
-    r"|size_t|const|struct \w+)|_t|\b(?:prefix|fxp|bounded)_\w+|bit_writer|batch_places|chooser)"
-    r"\s*$"
-)
 
 
 @dataclass(frozen=True)
@@ -128,11 +122,5 @@ def _declares_array(code: str, at: int) -> bool:
 
 
 def _is_declaration_or_unary(code: str, token: re.Match[str]) -> bool:
-    """Whether `*`, `&`, `-`, `+` or `<` is no operator of two values here."""
-    before = code[max(0, token.start() - 60) : token.start()]
-    if token[0] in ("*", "&"):
-        return (
-            bool(_UNARY_BEFORE.search(before) or _POINTER_BEFORE.search(before))
-            or before[-1:] in ")*"
-        )
-    return token[0] in ("-", "+") and bool(_UNARY_BEFORE.search(before))
+    """Whether it is no operator of two values: the sources' style puts a space behind those."""
+    return token[0] in ("*", "&", "-", "+") and not code[token.end() : token.end() + 1].isspace()

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import Result
+from flashkv.tools import bench, quality_session
 from flashkv.tools import bench_quality as quality
 from flashkv.tools import quality_cachegen as cachegen
 from flashkv.tools.bench_sets import BenchError
 from flashkv.tools.bfloat16 import to_bits, to_float
+from typer.testing import CliRunner
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -92,7 +97,7 @@ def test_levels_after_a_store_and_a_load(
         subject, {"a": tokens, "b": tokens[::-1]}, tmp_path, steps.append, levels=("lossless",)
     )
     json.dumps(figures, allow_nan=False)
-    assert len(steps) == quality.quality_steps(2, 1)
+    assert len(steps) == 2 + 1 + 1 + len(cachegen.SCALINGS)
     assert not list(tmp_path.iterdir())
     (row,) = figures["levels"]
     assert (row["level"], row["kl_mean"], row["kl_p99"], row["top1"]) == ("lossless", 0, 0, 1)
@@ -101,6 +106,49 @@ def test_levels_after_a_store_and_a_load(
     assert row["bits_on_disk"] * 2 * 3 * 2 * 2 * PREFIX * 16 % (8 * 4096) == 0  # whole pages
     assert 0 < row["cachegen_kl"] < 1
     assert row["cachegen_bins"] in cachegen.SCALINGS
+
+
+@pytest.fixture
+def session(
+    subject: Subject, tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Result]:
+    """flashkv-bench with the tiny model in place of the packaged one."""
+
+    @contextmanager
+    def given(settings, texts, step):
+        yield subject, dict.fromkeys(texts, tokens)
+
+    monkeypatch.setattr(quality_session, "_subject", given)
+    return lambda *words: CliRunner().invoke(bench.app, [str(word) for word in words])
+
+
+def test_a_model_is_calibrated_and_measured(
+    session: Callable[..., Result], subject: Subject, tmp_path: Path
+) -> None:
+    """From the command line: a profile of its own, and all levels with it."""
+    profile, texts, out = tmp_path / "profile.json", tmp_path / "texts", tmp_path / "out.json"
+    done = session("codec", "--calibrate", profile)
+    assert done.exit_code == 0, done.output
+    made = json.loads(profile.read_text())
+    assert made["layers"] == 3
+    assert set(made["levels"]) == {name for name in quality.LEVELS if name != "cold"}
+    texts.mkdir()
+    (texts / "a.txt").write_text("a text")
+    (texts / "b.json").write_text('[{"q": "why?", "a": "because"}]')
+    words = ("quality", "--texts", texts, "--path", tmp_path, "--json", out)
+    done = session(*words, "--profile", profile)
+    assert done.exit_code == 0, done.output
+    figures = json.loads(out.read_text())
+    assert figures["texts"] == ["a", "b"]
+    assert [row["level"] for row in figures["levels"]] == list(quality.LEVELS)
+    rows = {row["level"]: row for row in figures["levels"]}
+    bits = [rows[f"bounded-{number}"]["bits_on_disk"] for number in (1, 2, 3, 4)]
+    assert bits == sorted(bits, reverse=True)
+    losses = [rows[level]["kl_mean"] for level in ("bounded-1", "bounded-2", "bounded-4")]
+    assert 0 < 3 * losses[0] < losses[1] < losses[2]
+    assert all(row["cachegen_kl"] > 0 for row in figures["levels"])
+    assert session(*words, "--profile", tmp_path / "absent").exit_code == 1
+    assert session(*words, "--prefix", 100).exit_code == 1
 
 
 def test_other_bytes_end_the_run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -28,33 +29,25 @@ def test_errors_are_half_a_step_at_most(kv: np.ndarray) -> None:
     floats = to_float(kv)
     factors = np.array([0.1, 0.2, 0.4, 0.8], np.float32)
     keys = bounded.code_k(floats[:, 0], factors)
-    error = np.abs(keys.values - floats[:, 0])
+    error = np.abs(keys - floats[:, 0])
     step = bounded.on_grid(factors)
     assert (error.max(axis=(1, 2, 3)) <= step / 2 * 1.0001).all()
     assert (error.max(axis=(1, 2, 3)) > step / 2 * 0.9).all()
     values = bounded.code_v(floats[:, 1], factors)
     spread = floats[:, 1].std(axis=3)
-    error = np.abs(values.values - floats[:, 1]).max(axis=3)
+    error = np.abs(values - floats[:, 1]).max(axis=3)
     assert (error <= factors[:, None, None] * spread * 2 ** (1 / 16) / 2 * 1.0001).all()
     for coded, plane in ((keys, 0), (values, 1)):
-        assert (coded.values[:, :, : bounded.EXACT_TOKENS] == floats[:, plane, :, :4]).all()
-        assert (coded.values[:, :, 4:] != floats[:, plane, :, 4:]).mean() > 0.9
+        assert (coded[:, :, : bounded.EXACT_TOKENS] == floats[:, plane, :, :4]).all()
+        assert (coded[:, :, 4:] != floats[:, plane, :, 4:]).mean() > 0.9
 
 
-def test_prediction_saves_what_it_should(kv: np.ndarray) -> None:
-    """A coefficient of 0.8 leaves 0.6 of the deviation: 0.74 bits less."""
+def test_keys_are_predicted(kv: np.ndarray) -> None:
+    """With steps larger than the numbers, what is left is the prediction: it follows the keys."""
     keys = to_float(kv)[:, 0]
-    factors = np.full(LAYERS, 0.1, np.float32)
-    shuffled = keys[:, :, np.random.default_rng(1).permutation(300)]
-    saved = (bounded.code_k(shuffled, factors).bits - bounded.code_k(keys, factors).bits) / kv.size
-    assert saved * 2 == pytest.approx(0.74, abs=0.1)
-
-
-def test_bits_are_those_of_the_symbols() -> None:
-    symbols = np.zeros((1, 1, 1000, 2), np.int32)
-    symbols[..., 0] = np.where(np.arange(1000) % 2, 40, -40)
-    found = bounded.symbol_bits(symbols) / symbols.size
-    assert found == pytest.approx(0.5 + bounded.TABLE_LOSS)
+    coded = bounded.code_k(keys, np.full(LAYERS, 4.0, np.float32))
+    follows = np.corrcoef(coded[:, :, 5:256].ravel(), keys[:, :, 4:255].ravel())[0, 1]
+    assert follows > 0.5
 
 
 def test_steps_follow_what_noise_costs(kv: np.ndarray) -> None:
@@ -83,14 +76,22 @@ def test_harmless_layers_stay_bounded() -> None:
     assert relative["k"][1] == pytest.approx(np.sqrt(calibrate.RANGE) * relative["k"][0])
 
 
-def test_a_profile_meets_the_levels_bits(kv: np.ndarray) -> None:
+def test_a_profile_meets_the_levels_bits() -> None:
     relative = {"k": np.array([1, 2, 1, 2], np.float32), "v": np.array([1, 1, 2, 2], np.float32)}
-    bits = calibrate.estimated_bits(kv)
+    tries: list[float] = []
+
+    def bits(factors: Mapping[str, np.ndarray]) -> float:
+        """A bit more than it should for each octave of the steps, and only in tenths."""
+        every = np.concatenate([factors["k"], factors["v"]])
+        tries.append(round(3 - 1.1 * float(np.log2(every).mean()), 1))
+        return tries[-1]
+
     profile = calibrate.make_profile("tiny", relative, bits, lambda _: None)
     assert json.loads(json.dumps(profile)) == profile
     assert (profile["model"], profile["layers"]) == ("tiny", LAYERS)
     assert list(profile["levels"]) == list(calibrate.GOAL_BITS)
+    assert len(tries) <= 8 * len(calibrate.GOAL_BITS)
     for level, goal in calibrate.GOAL_BITS.items():
         factors = {n: np.array(f, np.float32) for n, f in profile["levels"][level].items()}
-        assert bits(factors) == pytest.approx(goal, abs=0.05)
+        assert bits(factors) == pytest.approx(goal, abs=0.1)
         assert factors["k"][1] == pytest.approx(2 * factors["k"][0], rel=1e-3)
