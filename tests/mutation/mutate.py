@@ -32,11 +32,15 @@ ROOT = Path(__file__).resolve().parents[2]
 ENGINE = "engine_native"
 TIMEOUT_S = 240.0
 KILLED, SURVIVED, UNBUILDABLE = "killed", "survived", "not compiled"
-PARTS = ("flashkv", "tools", "engine_native", "tests", "fio_profiles", "setup.py", "pyproject.toml")
-# Quick ones first: most mutants fall at once. Hypothesis is told to draw few examples.
+PARTS = (
+    *("flashkv", "tools", "engine_native", "tests", "fio_profiles"),
+    *("setup.py", "pyproject.toml", "README.md", "LICENSE"),
+)
+# Quick ones first: most mutants fall at once.
 COMPILER = re.compile(r"(?:.*-)?(?:gcc|cc|clang)(?:-[0-9]+)?$")
 TESTS = {
     "codec_fxp": ["tests/native/test_fxp_hostile.py", "tests/native/test_fxp.py"],
+    "codec_bounded": ["tests/native/test_bounded_hostile.py", "tests/native/test_bounded.py"],
     "codec_prefix": ["tests/native/test_prefix_hostile.py", "tests/native/test_prefix.py"],
 }
 
@@ -47,18 +51,13 @@ class Workshop:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         for part in PARTS:
-            source = ROOT / part
-            if source.is_dir():
-                ignored = shutil.ignore_patterns("__pycache__", "*.so", "tools", "fio_profiles")
-                shutil.copytree(
-                    source,
-                    folder / part,
-                    ignore=ignored if part == "flashkv" else shutil.ignore_patterns("__pycache__"),
-                )
+            if (ROOT / part).is_dir():
+                # A developer's links of these two into the package are made anew below.
+                links = ("tools", "fio_profiles") if part == "flashkv" else ()
+                ignored = shutil.ignore_patterns("__pycache__", "*.so", *links)
+                shutil.copytree(ROOT / part, folder / part, ignore=ignored)
             else:
-                shutil.copy(source, folder / part)
-        for part in ("README.md", "LICENSE"):
-            shutil.copy(ROOT / part, folder / part)
+                shutil.copy(ROOT / part, folder / part)
         (folder / "flashkv" / "tools").symlink_to("../tools")
         (folder / "flashkv" / "fio_profiles").symlink_to("../fio_profiles")
         self.commands = self._build()
@@ -66,7 +65,7 @@ class Workshop:
     def _build(self) -> list[list[str]]:
         """Builds all once; returns the compiler's and linker's commands."""
         done = subprocess.run(
-            [sys.executable, "setup.py", "build_ext", "--inplace"],
+            [sys.executable, "setup.py", "build_ext", "--inplace", f"-j{os.cpu_count() or 1}"],
             cwd=self.folder,
             env={**os.environ, "FLASHKV_TEST_BUILD": "1"},
             capture_output=True,
@@ -80,15 +79,11 @@ class Workshop:
 
     def rebuild(self, file: str) -> bool:
         """Compiles what includes the file, links the core; False where it doesn't compile."""
-        stem = file if file.endswith(".c") else None
         for command in self.commands:
-            source = next((word for word in command if word.endswith(".c")), None)
-            if source is not None and "-shared" not in command:
-                name = Path(source).name
-                if name != stem and not (stem is None and self._includes(name, file)):
+            if "-c" in command:
+                source = Path(command[command.index("-c") + 1]).name
+                if source != file and not self._includes(source, file):
                     continue
-            elif "-shared" not in command:
-                continue
             done = subprocess.run(command, cwd=self.folder, capture_output=True, check=False)
             if done.returncode:
                 return False
@@ -102,29 +97,22 @@ class Workshop:
         (self.folder / ENGINE / file).write_text(text, encoding="utf-8")
 
     def tests_fail(self, tests: list[str]) -> bool:
+        """Whether one does: first with few examples of each property, then with all."""
+        quick = ["-p", "quick_examples"]
+        return self._run(tests, quick) or self._run(tests, [])
+
+    def _run(self, tests: list[str], words: list[str]) -> bool:
         environment = {
             **os.environ,
-            "PYTHONPATH": str(self.folder),
+            "PYTHONPATH": f"{self.folder}:{self.folder / 'tests' / 'mutation'}",
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_NUM_THREADS": "1",
+            "FLASHKV_SEED": "1",
         }
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:randomly",
-            "--no-header",
-            "--tb=no",
-            *tests,
-        ]
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=no", "-p", "no:cacheprovider"]
         try:
             done = subprocess.run(
-                command,
+                [*command, *words, *tests],
                 cwd=self.folder,
                 env=environment,
                 capture_output=True,

@@ -98,6 +98,7 @@ def test_levels_after_a_store_and_a_load(
     )
     json.dumps(figures, allow_nan=False)
     assert len(steps) == 2 + 1 + 1 + len(cachegen.SCALINGS)
+    assert "KL 0.000000" in steps[3]
     assert not list(tmp_path.iterdir())
     (row,) = figures["levels"]
     assert (row["level"], row["kl_mean"], row["kl_p99"], row["top1"]) == ("lossless", 0, 0, 1)
