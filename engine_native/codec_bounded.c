@@ -362,8 +362,8 @@ static bool chooser_begin(chooser *s, const uint64_t *rows, uint32_t count, floa
     return true;
 }
 
-uint64_t fkv_bounded_choose(const uint64_t *rows, uint32_t count, bounded_wish *wish,
-                            float *values, uint16_t *work, uint8_t *parameters, uint8_t *levels)
+uint64_t fkv_bounded_choose(const uint64_t *rows, uint32_t count, bounded_wish *wish, float *values,
+                            uint16_t *work, uint8_t *parameters, uint8_t *levels)
 {
     chooser s;
     s.wish = wish, s.by_token = fkv_mode_by_token(wish->mode), s.unit = 0;
@@ -494,8 +494,8 @@ int fkv_bounded_plan_decode(const uint8_t *in, uint32_t length, uint32_t count, 
 /* ---- for tests ---- */
 
 uint64_t fkv_bounded_parameters_of(const uint64_t *rows, uint32_t count, uint32_t vector_bytes,
-                                   uint32_t mode, float factor, uint32_t exact,
-                                   uint8_t *parameters, uint8_t *levels)
+                                   uint32_t mode, float factor, uint32_t exact, uint8_t *parameters,
+                                   uint8_t *levels)
 {
     bounded_wish wish = {mode, vector_bytes, exact, factor};
     const uint64_t values = vector_bytes / fkv_mode_element(mode);

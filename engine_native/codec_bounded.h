@@ -14,16 +14,16 @@
 #define BOUNDED_VALUES_MAX 1024u /* of a vector: FKV_CODABLE_VECTOR_MAX bytes of two each */
 #define BOUNDED_GROUP 64u        /* values whose bits are one word of each plane */
 #define BOUNDED_GROUPS_MAX (BOUNDED_VALUES_MAX / BOUNDED_GROUP)
-#define BOUNDED_LOW_MAX 6u /* raw low bits of a magnitude, at most */
-#define BOUNDED_CODES 14u  /* low bits 0 ... 6, with a first digit of one bit or of two */
-#define BOUNDED_NOTHING 15u /* a channel of zeros: no bits at all */
-#define BOUNDED_ROUNDS 7u   /* further digits of a value, at most; that many: an escape */
-#define BOUNDED_HEAD 4u     /* bytes of the parameters before the channels' */
+#define BOUNDED_LOW_MAX 6u        /* raw low bits of a magnitude, at most */
+#define BOUNDED_CODES 14u         /* low bits 0 ... 6, with a first digit of one bit or of two */
+#define BOUNDED_NOTHING 15u       /* a channel of zeros: no bits at all */
+#define BOUNDED_ROUNDS 7u         /* further digits of a value, at most; that many: an escape */
+#define BOUNDED_HEAD 4u           /* bytes of the parameters before the channels' */
 #define BOUNDED_EXPONENT_MAX 1000 /* of steps, in eighths of an octave */
 #define BOUNDED_LEVEL_BITS 4u     /* of a token's step, where each token has its own */
 /* Values that one stripe's scratch has room for. */
 #define BOUNDED_SCRATCH_VALUES 32768u
-#define BOUNDED_ROWS_MAX 2047u /* of a stripe: FKV_STRIPE_TOKENS_MAX */
+#define BOUNDED_ROWS_MAX 2047u           /* of a stripe: FKV_STRIPE_TOKENS_MAX */
 #define BOUNDED_LOAD_ROOM (64u * 8 + 16) /* what a round of a batch may load behind the bits */
 
 /* What a mode says: which of the two forms, and which elements. */
@@ -74,8 +74,9 @@ typedef struct {
 typedef struct {
     uint32_t count, exact; /* rows; of them those kept as they are, the first ones */
     uint32_t escapes;
-    uint8_t low[BOUNDED_SCRATCH_VALUES + BOUNDED_GROUP];  /* a magnitude's low bits */
-    uint8_t rest[BOUNDED_SCRATCH_VALUES + BOUNDED_GROUP]; /* first digit, << 2 further ones, << 5 sign */
+    uint8_t low[BOUNDED_SCRATCH_VALUES + BOUNDED_GROUP]; /* a magnitude's low bits */
+    uint8_t rest[BOUNDED_SCRATCH_VALUES
+                 + BOUNDED_GROUP]; /* first digit, << 2 further ones, << 5 sign */
     uint8_t level[BOUNDED_ROWS_MAX + FKV_EXACT_TOKENS + 1];
     float state[BOUNDED_VALUES_MAX + BOUNDED_GROUP];
     uint8_t planes[FKV_PAGE_BYTES + 16], digits[FKV_PAGE_BYTES + 16];
@@ -99,9 +100,8 @@ typedef struct {
 /* Chooses parameters for `count` rows, and levels[count] where tokens have their own. Scratch: values of
  * count * values, work of count + values. Returns the bits that the rows will take about, with
  * the parameters; 0: they can't be coded so. */
-uint64_t fkv_bounded_choose(const uint64_t *rows, uint32_t count, bounded_wish *wish,
-                            float *values, uint16_t *work, uint8_t *parameters,
-                            uint8_t *levels);
+uint64_t fkv_bounded_choose(const uint64_t *rows, uint32_t count, bounded_wish *wish, float *values,
+                            uint16_t *work, uint8_t *parameters, uint8_t *levels);
 /* The levels of rows in a stream with these parameters, as fkv_bounded_choose() gives them. */
 void fkv_bounded_levels(const uint64_t *rows, uint32_t count, const bounded_wish *wish,
                         const bounded_plan *plan, uint8_t *levels);
@@ -130,7 +130,7 @@ int fkv_bounded_plan_decode(const uint8_t *in, uint32_t length, uint32_t count, 
                                      uint16_t *prices);                                            \
     void fkv_bounded_quantise_##suffix(const float *values, const bounded_plan *plan, float step,  \
                                        float limit, float *state, uint8_t *low, uint8_t *rest,     \
-                                       uint32_t *totals);                                         \
+                                       uint32_t *totals);                                          \
     void fkv_bounded_emit_##suffix(const bounded_plan *plan, bounded_scratch *scratch,             \
                                    uint32_t *plane_bytes, uint32_t *digit_bytes);                  \
     const uint8_t *fkv_bounded_decode_##suffix(                                                    \

@@ -107,8 +107,8 @@ CORE void measure(const float *restrict values, uint32_t count, uint32_t width,
                   float *restrict sums)
 {
     float *restrict mean = sums, *restrict squares = sums + width,
-          *restrict products = sums + 2 * width, *restrict least = sums + 3 * width,
-          *restrict greatest = sums + 4 * width, *restrict n = sums + 5 * width;
+                    *restrict products = sums + 2 * width, *restrict least = sums + 3 * width,
+                    *restrict greatest = sums + 4 * width, *restrict n = sums + 5 * width;
     memset(sums, 0, 6 * sizeof *sums * width);
     for (uint32_t c = 0; c < width; c++) least[c] = 3.4e38f, greatest[c] = -3.4e38f;
     for (uint32_t r = 0; r < count; r++) {
@@ -124,8 +124,8 @@ CORE void measure(const float *restrict values, uint32_t count, uint32_t width,
     }
     for (uint32_t c = 0; c < width; c++) mean[c] = n[c] > 0.0f ? mean[c] / n[c] : 0.0f;
     for (uint32_t r = 0; r < count; r++) {
-        const float *restrict row = values + (size_t)r * width,
-                    *restrict before = r ? row - width : row;
+        const float *restrict row = values + (size_t)r * width, *restrict before =
+                                                                    r ? row - width : row;
         const uint32_t follows = mask_of(r > 0);
         for (uint32_t c = 0; c < width; c++) {
             float x = row[c], last = before[c];
@@ -194,7 +194,7 @@ CORE void magnitudes_of(const float *restrict values, uint32_t width, const boun
                         uint16_t *restrict magnitudes)
 {
     const float *restrict middle = plan->middle, *restrict carry = plan->carry,
-                *restrict divisors = plan->divisor;
+                          *restrict divisors = plan->divisor;
     for (uint32_t c = 0; c < width; c++) {
         float divisor = by_token ? step : divisors[c];
         float from = values[c] - middle[c], kept = by_token ? 0.0f : carry[c] * state[c];
@@ -202,8 +202,7 @@ CORE void magnitudes_of(const float *restrict values, uint32_t width, const boun
         int32_t whole = whole_steps(d, divisor);
         float next = kept + signed_like(((float)whole + 0.5f) * divisor, d);
         uint32_t near = mask_of(whole < (int32_t)BOUNDED_MAGNITUDE_MAX);
-        if (!by_token)
-            state[c] = chosen(near, next, chosen(finite_mask(from), from, 0.0f));
+        if (!by_token) state[c] = chosen(near, next, chosen(finite_mask(from), from, 0.0f));
         magnitudes[c] = (uint16_t)whole;
     }
 }
@@ -235,9 +234,10 @@ CORE void quantise_group(const float *restrict values, const bounded_plan *plan,
     int32_t wholes[BOUNDED_GROUP], misses[BOUNDED_GROUP], signs[BOUNDED_GROUP];
     float states[BOUNDED_GROUP];
     const float *restrict middle = plan->middle + at, *restrict carry = plan->carry + at,
-                *restrict divisors = plan->divisor + at, *restrict steps = plan->step + at;
+                          *restrict divisors = plan->divisor + at,
+                          *restrict steps = plan->step + at;
     const uint8_t *restrict shift = plan->shift + at, *restrict tops = plan->top + at,
-                  *restrict first = plan->first + at;
+                            *restrict first = plan->first + at;
     for (uint32_t c = 0; c < BOUNDED_GROUP; c++) {
         float size = by_token ? steps[c] * step : steps[c], x = values[c], from = x - middle[c];
         float kept = by_token ? 0.0f : carry[c] * state[c], d = from - kept;
@@ -305,8 +305,8 @@ CORE void weigh(uint64_t word, const uint8_t *weights, uint8_t *bytes)
         __m256i all = _mm256_shuffle_epi8(_mm256_set1_epi32((int)(word >> 32 * h)), order);
         __m256i set = _mm256_cmpeq_epi8(_mm256_and_si256(all, bits), bits);
         __m256i weight = _mm256_loadu_si256((const __m256i *)(weights + 32 * h));
-        _mm256_storeu_si256(
-            to, _mm256_or_si256(_mm256_loadu_si256(to), _mm256_and_si256(set, weight)));
+        _mm256_storeu_si256(to,
+                            _mm256_or_si256(_mm256_loadu_si256(to), _mm256_and_si256(set, weight)));
     }
 }
 #else
@@ -431,7 +431,12 @@ CORE uint64_t get_rounds(bounded_rounds *b, const uint8_t *bits, uint64_t at, ui
 }
 
 static const uint8_t bounded_ones[BOUNDED_LOW_MAX][BOUNDED_GROUP] = {
-#define ALIKE(n) {n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n}
+#define ALIKE(n)                                                                                   \
+    {                                                                                              \
+        n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n,  \
+            n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, \
+            n, n, n, n, n                                                                          \
+    }
     ALIKE(1), ALIKE(2), ALIKE(4), ALIKE(8), ALIKE(16), ALIKE(32),
 #undef ALIKE
 };
@@ -472,8 +477,7 @@ CORE void place_group(const bounded_plan *plan, const bounded_batch *b, uint32_t
         values[c] = middle[c] + next;
     }
     if (!b->row[i]) return;
-    const uint32_t in_use =
-        plan->values - at < BOUNDED_GROUP ? plan->values - at : BOUNDED_GROUP;
+    const uint32_t in_use = plan->values - at < BOUNDED_GROUP ? plan->values - at : BOUNDED_GROUP;
     store_values(values, dtype, in_use, b->row[i] + (size_t)at * plan->element);
 }
 
@@ -568,8 +572,7 @@ CORE const uint8_t *decode_rows(const bounded_plan *plan, uint32_t count, bool b
     }                                                                                              \
     CORE_TARGET void fkv_bounded_quantise_##suffix(const float *values, const bounded_plan *plan,  \
                                                    float step, float limit, float *state,          \
-                                                   uint8_t *low, uint8_t *rest,                    \
-                                                   uint32_t *totals)                             \
+                                                   uint8_t *low, uint8_t *rest, uint32_t *totals)  \
     {                                                                                              \
         if (plan->by_token)                                                                        \
             quantise(values, plan, true, step, limit, state, low, rest, totals);                   \

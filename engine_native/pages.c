@@ -167,7 +167,8 @@ static void packer_rebound(packer *p, const fkv_plane_row *plane, uint32_t strea
     wish.factor = w->factors[stream];
     fkv_bounded_plan_make(&w->plan, parameters, plane->vector_bytes, mode);
     if (w->plan.by_token)
-        fkv_bounded_levels(p->rows + first, p->shape->tokens - first, &wish, &w->plan, w->levels + first);
+        fkv_bounded_levels(p->rows + first, p->shape->tokens - first, &wish, &w->plan,
+                           w->levels + first);
 }
 
 /* Tokens from `first` on of a bounded stream that fit into `space` bytes; they lie in the scratch. */
@@ -184,13 +185,12 @@ static int packer_stripe(packer *p, const fkv_plane_row *plane, const fkv_stream
 {
     if (p->shape->stripes >= p->stripe_room || p->page > p->page_room) return FKV_TOO_LARGE;
     uint8_t *out = p->payload + (uint64_t)(p->page - 1) * FKV_PAGE_BYTES + p->offset;
-    uint32_t length = fkv_mode_bounded(stream->mode)
-                          ? fkv_bounded_emit(p->rows + first, &p->bounded->plan,
-                                             &p->bounded->scratch, out)
-                      : is_prefix(stream->mode)
-                          ? fkv_prefix_plan_encode(p->rows + first, count, &p->plan, out)
-                          : fkv_fxp_encode(p->rows + first, count, plane->vector_bytes,
-                                           stream->mode, parameters, out);
+    uint32_t length =
+        fkv_mode_bounded(stream->mode)
+            ? fkv_bounded_emit(p->rows + first, &p->bounded->plan, &p->bounded->scratch, out)
+        : is_prefix(stream->mode) ? fkv_prefix_plan_encode(p->rows + first, count, &p->plan, out)
+                                  : fkv_fxp_encode(p->rows + first, count, plane->vector_bytes,
+                                                   stream->mode, parameters, out);
     p->parts->stripes[p->shape->stripes++] = length | count << 13 | (uint32_t)new_page << 24;
     p->offset += length;
     return FKV_OK;
@@ -242,20 +242,40 @@ static uint64_t packer_choose(packer *p, const fkv_plane_row *plane, uint8_t *pa
     return packer_costs(p, plane, FKV_STREAM_PLAIN, parameters, 0, tokens);
 }
 
+/* The full pages of a bounded stream. FKV_TOO_LARGE, and nothing was written: a stripe's first token
+ * has no prediction, and where that costs too much the whole takes more than it seemed to. */
+static int packer_bounded_pages(packer *p, const fkv_plane_row *plane, fkv_stream_row *stream,
+                                const uint8_t *parameters, uint32_t *first)
+{
+    const uint32_t tokens = p->shape->tokens, page = p->page;
+    const uint64_t stripes = p->shape->stripes,
+                   most = (uint64_t)tokens * plane->vector_bytes / FKV_PAGE_BYTES;
+    for (;;) {
+        uint32_t count = packer_fit_bounded(p, *first, tokens, FKV_PAGE_BYTES);
+        if (count && *first + count == tokens) return FKV_OK;
+        if (!count || p->page - page >= most) break;
+        p->page++, p->offset = 0;
+        int status = packer_stripe(p, plane, stream, parameters, *first, count, true);
+        if (status != FKV_OK) break;
+        packer_close_page(p);
+        *first += count, stream->full_stripes++;
+    }
+    p->page = page, p->shape->stripes = stripes, stream->full_stripes = 0, *first = 0;
+    return FKV_TOO_LARGE;
+}
+
 /* Chooses the stream's mode and writes its full pages. */
 static int packer_full_pages(packer *p, const fkv_plane_row *plane, uint32_t stream_index)
 {
     fkv_stream_row stream = {0};
     uint8_t *row = p->parts->streams + p->stream_end, *parameters = row + sizeof stream;
-    uint32_t tokens = p->shape->tokens, first = 0, bits = 0;
-    const bool bounded = packer_bound(p, plane, stream_index, parameters, &stream.mode);
+    uint32_t tokens = p->shape->tokens, first = 0, bits;
+    const bool bounded = packer_bound(p, plane, stream_index, parameters, &stream.mode)
+                         && packer_bounded_pages(p, plane, &stream, parameters, &first) == FKV_OK;
     uint64_t total = bounded ? 0 : packer_choose(p, plane, parameters, &stream.mode);
     p->shape->lossy_streams += bounded;
-    while (bounded || total > 8 * FKV_PAGE_BYTES) {
-        uint32_t count = bounded ? packer_fit_bounded(p, first, tokens, FKV_PAGE_BYTES)
-                                 : packer_fit(p, first, tokens, FKV_PAGE_BYTES, &bits);
-        if (bounded && first + count == tokens) break;
-        if (!count) return FKV_TOO_LARGE;
+    while (total > 8 * FKV_PAGE_BYTES) {
+        uint32_t count = packer_fit(p, first, tokens, FKV_PAGE_BYTES, &bits);
         p->page++, p->offset = 0;
         int status = packer_stripe(p, plane, &stream, parameters, first, count, true);
         if (status != FKV_OK) return status;
@@ -391,8 +411,9 @@ int fkv_pages_encode(const fkv_encode_batch *batch, const fkv_encode_record *rec
     parts->stripes = fkv_malloc(p.stripe_room * sizeof *parts->stripes);
     parts->streams = fkv_calloc(1, shape->stream_bytes);
     int status = FKV_NO_MEMORY;
-    if ((!shape->lossy || packer_bounded_make(&p)) && (p.gathered || !apart) && p.rows && p.costs && p.left_first && p.stream_offsets
-        && parts->page_crcs && parts->stripes && parts->streams) {
+    if ((!shape->lossy || packer_bounded_make(&p)) && (p.gathered || !apart) && p.rows && p.costs
+        && p.left_first && p.stream_offsets && parts->page_crcs && parts->stripes
+        && parts->streams) {
         shape->stripes = shape->payload_pages = shape->lossy_streams = 0;
         status = packer_each(&p, packer_full_pages, false);
         if (status == FKV_OK) status = packer_each(&p, packer_shared, true);

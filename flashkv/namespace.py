@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from flashkv import checks, limits, records
 from flashkv.codec import CODECS, ENCODE_BLOCK, ENCODE_RECORD, FIDELITIES, EncodeJob
+from flashkv.conversion import convert, fidelity_number
 from flashkv.errors import BatchResult, BlockStatus, KeyFormatError, MemoryViewError, OptionsError
 from flashkv.geometry import KVGeometry, MemoryView
 from flashkv.identity import CHAIN_TOKENS, Identity, Shard, keyspace, token_keys
@@ -26,6 +27,7 @@ from flashkv.index import NONE, Keys
 from flashkv.layout import Selection, packed_view
 from flashkv.leases import Lease
 from flashkv.memory import DEFAULT_VIEW, BlockMemory, block_memory, token_counts
+from flashkv.options import check_codec
 from flashkv.profiles import step_factors
 from flashkv.segment_reader import ReadRequest
 from flashkv.segment_writer import PutRows
@@ -91,8 +93,17 @@ class Namespace:
         tokens: NDArray[np.uint16] = np.where(places["record"] == NONE, 0, places["tokens"])
         return tokens.astype(np.uint16)
 
-    def match(self, keys: KeyBatch, *, lease_ms: int | None = None) -> Match:
+    def places(self, keys: Keys) -> NDArray[Any]:
+        """Places of blocks as the index has them, not pinned: fkv_place[N]."""
+        self._store.check_open()
+        return self._store.index.lookup(keys.digests(self._space))
+
+    def match(
+        self, keys: KeyBatch, *, lease_ms: int | None = None, min_fidelity: str | None = None
+    ) -> Match:
         """How many leading keys are present.
+
+        min_fidelity: "exact", "bounded-1" ... "cold": what is stored less exactly doesn't count.
 
         lease_ms: hold them for so long, or until the lease is released; Match.lease is None where
         nothing matched or a limit on leases was reached. Raises OptionsError for a time beyond
@@ -104,6 +115,13 @@ class Namespace:
             lease_ms = checks.whole(OptionsError, "lease_ms", lease_ms, 1, longest)
         packed = Keys.pack(keys)
         self._store.counters.lookups += len(packed)
+        if min_fidelity is not None:
+            places = self.places(packed)
+            worst = fidelity_number("min_fidelity", min_fidelity)
+            good = (places["record"] != NONE) & (places["fidelity"] <= worst)
+            packed = Keys.pack([packed[row] for row in range(int(good.cumprod().sum()))])
+            if not len(packed):
+                return Match(0)
         if lease_ms is None:
             return Match(self._store.index.match(self._space, packed)[0])
         most = self._store.segments_max
@@ -122,6 +140,7 @@ class Namespace:
         parents: KeyBatch | None = None,
         position: int | None = None,
         replace: bool = False,
+        codec: str | None = None,
     ) -> BatchResult:
         """Stores blocks; returns once they are captured: the source is free, and this process sees
         them.
@@ -134,7 +153,9 @@ class Namespace:
         parents   key of the block before each (empty for none); position: of the first block's
                   first token.
         replace   store blocks whose keys are present too, in place of what was there. Else they
-                  are PRESENT and skipped, whatever group and length the stored block has.
+                  are PRESENT and skipped, whatever group and length the stored block has; but not
+                  where it is stored less exactly than the codec would.
+        codec     another one than the store's option for these blocks.
         Statuses: OK, PRESENT, DUPLICATE, BLOCK_TOO_LARGE, NO_SPACE, BUSY. Raises KeyFormatError,
         MemoryViewError, ReadOnlyStoreError, ClosedError.
         """
@@ -142,6 +163,7 @@ class Namespace:
         store.check_writable()
         packed = Keys.pack(keys)
         packed_parents = _parents(parents, len(packed))
+        codec = store.options.codec if codec is None else check_codec(codec)
         if position is not None:
             position = checks.whole(MemoryViewError, "position", position, 0, (1 << 62) - 1)
         number = self.geometry.group_index(group)
@@ -155,7 +177,8 @@ class Namespace:
         digests = packed.digests(self._space)
         with store.gate, store.writer_lock:
             store.check_writable()
-            statuses = self._skip(digests, packed, sizes, replace=replace)
+            worst = None if replace else FIDELITIES.get(codec, 0)
+            statuses = self._skip(digests, packed, sizes, worst)
             plan = records.plan(
                 statuses == BlockStatus.OK,
                 counts,
@@ -164,19 +187,28 @@ class Namespace:
                 store.record_limits(self.geometry, number),
             )
             if len(plan):
-                job = self._job(packed, packed_parents, memory, counts, plan, number)
+                job = self._job(packed, packed_parents, memory, counts, plan, number, codec)
                 self._store_records(job, plan, digests, statuses)
         store.counters.note_put(statuses, sizes)
         return BatchResult(statuses)
 
     def _skip(
-        self, digests: NDArray[np.uint8], keys: Keys, sizes: NDArray[np.int64], *, replace: bool
+        self,
+        digests: NDArray[np.uint8],
+        keys: Keys,
+        sizes: NDArray[np.int64],
+        worst_fidelity: int | None,
     ) -> NDArray[np.uint8]:
-        """BlockStatus of each block before any work; OK: to be stored."""
+        """BlockStatus of each block before any work; OK: to be stored.
+
+        worst_fidelity: what is stored less exactly is superseded; None: whatever is.
+        """
         statuses = np.zeros(len(keys), np.uint8)  # OK
         statuses[sizes > self._store.block_bytes_max] = BlockStatus.BLOCK_TOO_LARGE
-        if not replace:
-            statuses[self._store.index.contains_digests(digests)] = BlockStatus.PRESENT
+        if worst_fidelity is not None:
+            places = self._store.index.lookup(digests)
+            good = (places["record"] != NONE) & (places["fidelity"] <= worst_fidelity)
+            statuses[good] = BlockStatus.PRESENT
         if len(keys) > 1:
             whole = np.ascontiguousarray(digests).view("V16").ravel()
             _, first = np.unique(whole, return_index=True)
@@ -209,6 +241,7 @@ class Namespace:
         counts: NDArray[np.uint16],
         plan: records.RecordPlan,
         group: int,
+        codec: str,
     ) -> EncodeJob:
         rows = plan.rows
         blocks = np.zeros(len(rows), ENCODE_BLOCK)
@@ -223,7 +256,6 @@ class Namespace:
         table["first_block"] = plan.first
         table["block_count"] = plan.count
         table["start_token"] = plan.start_token
-        codec = self._store.options.codec
         table["codec"] = CODECS[codec]
         table["fidelity"] = FIDELITIES.get(codec, 0)
         factors, profile = step_factors(
@@ -256,7 +288,7 @@ class Namespace:
         statuses: NDArray[np.uint8],
     ) -> None:
         """Hands the job to the writer and spreads the records' statuses over their blocks."""
-        self._store.register(self)
+        self._store.register(self, job.profile)
         put_rows = PutRows(
             digests=digests[plan.rows],
             namespace_digest=self.digest,
@@ -279,6 +311,7 @@ class Namespace:
         heads: Sequence[int] | None = None,
         token_range: tuple[int, int] | None = None,
         tokens: Any = None,
+        min_fidelity: str | None = None,
     ) -> BatchResult:
         """Reads blocks into the caller's memory; only the pages that are needed.
 
@@ -289,14 +322,16 @@ class Namespace:
         token_range  (start, stop) within each block; the memory's token axis begins at start.
         tokens       tokens that each block must have, as in put: an int, or int[N]; a block of
                      another length is a MISS. None: as many as it has, if there is room for them.
+        min_fidelity  "exact", "bounded-1" ... "cold": what is stored less exactly is a MISS.
         Statuses: OK, MISS, IO_ERROR, BUSY. Raises KeyFormatError, MemoryViewError,
-        ReadOnlyDestinationError, ClosedError.
+        ReadOnlyDestinationError, OptionsError, ClosedError.
         """
         store = self._store
         store.check_open()
         packed = Keys.pack(keys)
         number = self.geometry.group_index(group)
         first, count = _token_range(token_range)
+        worst = None if min_fidelity is None else fidelity_number("min_fidelity", min_fidelity)
         memory = block_memory(
             out,
             len(packed),
@@ -323,6 +358,8 @@ class Namespace:
             lengths = token_counts(tokens, len(packed), most)
         with store.gate:
             places = store.index.lookup(digests, pin=True)
+            if worst is not None:
+                self._drop_places(places, places["fidelity"] > worst)
             if lengths is not None:
                 self._drop_places(places, places["tokens"] != lengths)
             self._refuse(places, packed, digests, memory.block_tokens, number, first, count)
@@ -403,6 +440,24 @@ class Namespace:
             self._store.index.unpin(np.ascontiguousarray(places["segment"][rows]))
             places["record"][rows] = NONE
             places["segment"][rows] = NONE
+
+    def convert(
+        self,
+        keys: KeyBatch,
+        codec: str,
+        *,
+        group: int | str = 0,
+        parents: KeyBatch | None = None,
+        position: int | None = None,
+    ) -> BatchResult:
+        """Stores exact blocks anew in a lossy codec; what is lossy already stays as it is.
+
+        parents, position  as in put: records know them anew. Where neither is given, each record
+                           counts as a sequence's beginning, whose first tokens stay exact.
+        Statuses: as put has them; PRESENT: lossy already; MISS. Raises OptionsError for a codec
+        that is not lossy, and what put and get do.
+        """
+        return convert(self, keys, codec, group=group, parents=parents, position=position)
 
     # ---- ending ----
 

@@ -197,6 +197,12 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise OptionsError(f"{name} must be one of {', '.join(choices)}", value=repr(value))
 
 
+def check_codec(codec: object) -> str:
+    """The name of a codec. Raises OptionsError."""
+    _check_choice("codec", codec, CODECS)
+    return str(codec)
+
+
 def _check_int(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise OptionsError(f"{name} must be an int", value=repr(value))

@@ -305,14 +305,14 @@ class Store:
                 self._namespaces[name] = Namespace(self, whole, part, number, digest)
             return self._namespaces[name]
 
-    def register(self, namespace: Namespace) -> None:
+    def register(self, namespace: Namespace, profile_digest: bytes | None = None) -> None:
         """Logs the namespace before its first record. Under writer_lock.
 
         A log that can't be written now, or has no room for more, goes without: segments describe
         themselves.
         """
         state = self.manifest.state
-        self._register_profile()
+        self._register_profile(profile_digest)
         if namespace.digest in state.namespaces:
             return
         room = reserve_of(self.capacity_bytes) // limits.NAMESPACE_TEXT_SHARE
@@ -323,14 +323,12 @@ class Store:
         with suppress(StoreError):
             self.manifest.namespace_added(namespace.digest, namespace.identity_json)
 
-    def _register_profile(self) -> None:
-        """Logs the profile that bounded records name. Without room they name one that is nowhere:
+    def _register_profile(self, digest: bytes | None) -> None:
+        """Logs the profile that records are to name. Without room they name one that is nowhere:
         they need none to be read.
         """
         profile, state = self.options.profile, self.manifest.state
-        if not isinstance(profile, Profile) or profile.digest in state.profiles:
-            return
-        if self.options.codec not in profile.plain["levels"]:
+        if digest is None or digest in state.profiles or not isinstance(profile, Profile):
             return
         room = reserve_of(self.capacity_bytes) // limits.NAMESPACE_TEXT_SHARE
         if len(profile.json) + sum(map(len, state.profiles.values())) <= room:

@@ -1,7 +1,7 @@
 """The bounded code for tests: native functions on numpy arrays, and the format again.
 
-The second half is written from the description in docs/format.md, not from the C code. Rows are arrays
-[rows, values] of uint16 (bfloat16, float16) or uint32 (float32) bits.
+The second half is written from the description in docs/format.md, not from the C code. Rows are
+arrays [rows, values] of uint16 (bfloat16, float16) or uint32 (float32) bits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ def choose(
     """(bits about, parameters, levels); bits 0: not to be coded so."""
     rows = addresses(vectors)
     size = parameter_bytes(values, mode)
-    parameters, levels = np.full(size + 1, CANARY, np.uint8), np.full(len(rows) + 1, CANARY, np.uint8)
+    parameters, levels = (
+        np.full(size + 1, CANARY, np.uint8),
+        np.full(len(rows) + 1, CANARY, np.uint8),
+    )
     vector_bytes = values * np.dtype(word_of(mode)).itemsize
     arguments = _u64(rows), len(rows), vector_bytes, mode, factor, exact
     bits = int(lib.fkv_bounded_parameters_of(*arguments, _u8(parameters), _u8(levels)))
@@ -74,7 +77,7 @@ def decode(
     first_token: int = 0,
     **how: Any,
 ) -> np.ndarray | None:
-    """Bytes [rows, vector_bytes], or None where the stripe was refused; shape: rows, vector bytes."""
+    """uint8[shape], or None where the stripe was refused. shape: (rows, bytes of a vector)."""
 
     def call(source: object, rows: object) -> int:
         return int(
@@ -183,7 +186,7 @@ def quantise(
 ) -> tuple[Value, np.float32, np.float32]:
     """(value, the state behind it, what comes back before it is rounded)."""
     from_ = x - channel.middle
-    kept = F(0) if mode in TOKENS else channel.carry * state  # no carry: no sign of zero either
+    kept = F(0) if mode in TOKENS else channel.carry * state
     d = from_ - kept
     ratio = np.abs(d) / size
     whole = int(ratio) if ratio < 4095 else 4095

@@ -62,7 +62,9 @@ MODE_NAMES: Final = {
 }
 TLV_NAMES: Final = {
     getattr(lib, f"FKV_TLV_{name}"): name.lower()
-    for name in "BLOCKS KEYS PLANES PAGE_CRCS STREAMS STRIPES ORDER INLINE NAMESPACE PROFILE".split()
+    for name in (
+        "BLOCKS KEYS PLANES PAGE_CRCS STREAMS STRIPES ORDER INLINE NAMESPACE PROFILE".split()
+    )
 }
 _ROLES: Final = {role.native: role.value for role in Role}
 

@@ -35,6 +35,7 @@ INPUT_BYTES_MAX = 1 << 16
 CORPUS_BYTES_MAX = 8 << 10  # of one file
 SANITIZE = "address,undefined"
 FLAGS = ["-std=gnu11", "-D_GNU_SOURCE", "-O1", "-g", "-fno-omit-frame-pointer", "-pthread"]
+FLAGS += ["-ffp-contract=off"]  # as build.py
 ENVIRONMENT = {
     **os.environ,
     "ASAN_OPTIONS": "detect_leaks=1:abort_on_error=0:allocator_may_return_null=1",

@@ -19,7 +19,6 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from flashkv.tools.inspection import StoreView  # noqa: E402
 from store_support import open_store  # noqa: E402
 
 from flashkv import Identity, KVGeometry, directory  # noqa: E402
@@ -27,6 +26,7 @@ from flashkv.geometry import Group, GroupKind, Plane, Role  # noqa: E402
 from flashkv.manifest_log import KILL, encode_entry, retired_row, segment_row  # noqa: E402
 from flashkv.native import lib, pointer  # noqa: E402
 from flashkv.segments import DIR_BLOCK, DIR_RECORD  # noqa: E402
+from flashkv.tools.inspection import StoreView  # noqa: E402
 
 PAGE = 4096
 # Planes that differ in layers, heads and length.
@@ -146,6 +146,30 @@ def prefix_stripes() -> Iterator[bytes]:
         yield bytes([4 | is_fp16]) + head + bits.tobytes()
 
 
+def bounded_stripes() -> Iterator[bytes]:
+    """Inputs of bounded: stripes that are right, and rows."""
+    rng = np.random.default_rng(9)
+    first = int(lib.FKV_STREAM_CHANNELS_BF16)
+    shapes = [(9, 8), (4, 21), (5, 16), (7, 64), (3, 30), (4, 9)]
+    for kind, (rows, values) in enumerate(shapes):
+        numbers = rng.normal(size=(rows, values)).astype(np.float32) * np.float32(3)
+        numbers[1, 2] = np.inf
+        bits = [numbers.view(np.uint32) >> 16, numbers.astype(np.float16), numbers][kind % 3]
+        bits = np.ascontiguousarray(bits.astype(np.uint16) if kind % 3 == 0 else bits)
+        step = bits.strides[0]
+        starts = np.array([bits.ctypes.data + r * step for r in range(rows)], np.uint64)
+        size = 4 + (2 if kind > 2 else 3) * values
+        parameters, levels = np.zeros(size, np.uint8), np.zeros(rows, np.uint8)
+        out = np.zeros(PAGE, np.uint8)
+        chosen, steps = pointer(parameters, "uint8_t *"), pointer(levels, "uint8_t *")
+        args = (pointer(starts, "uint64_t *"), rows, step, first + kind)
+        lib.fkv_bounded_parameters_of(*args, -0.3, kind % 2, chosen, steps)
+        length = lib.fkv_bounded_encode(*args, chosen, steps, 0, pointer(out, "uint8_t *"))
+        head = struct.pack("<BHBB", rows - 1, values - 1, 0xFF, 0)
+        yield bytes([8 | kind]) + head + parameters.tobytes() + out[:length].tobytes()
+        yield bytes([kind | 16 * (kind % 4)]) + head + bits.tobytes()
+
+
 def logs() -> Iterator[bytes]:
     """Control and log."""
     uuid = bytes([7, 7, 7]).ljust(16, b"\0")
@@ -216,6 +240,7 @@ def main() -> None:
         write("roundtrip", number, rows)
     for target, made in (
         ("prefix", prefix_stripes),
+        ("bounded", bounded_stripes),
         ("manifest", logs),
         ("directory", directories),
         ("bloom", blooms),

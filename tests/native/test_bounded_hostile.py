@@ -36,7 +36,9 @@ def a_stripe(
     content = make(kind, rows, values, seed)
     words = content if bounded.dtype_of(mode) != "fp32" else content.astype(np.uint32) << 16
     vectors = scattered(np.ascontiguousarray(words).view(np.uint16))
-    bits, parameters, levels = bounded.choose(vectors, values, mode, -0.3, seed % 3 if rows > 3 else 0)
+    bits, parameters, levels = bounded.choose(
+        vectors, values, mode, -0.3, seed % 3 if rows > 3 else 0
+    )
     if not bits:
         return None
     stripe = bounded.encode(vectors, values, mode, parameters, levels)
