@@ -191,16 +191,18 @@ typedef struct {
     uint16_t prices[BOUNDED_CODES * BOUNDED_VALUES_MAX];
 } chooser;
 
+/* Channels of a stream share one step: a query's products mind the error, not what it is a part of.
+ * Tokens have their own: those of small values are those that attention dwells on. */
 static float wished_step(const bounded_wish *wish, float variance, float range)
 {
-    return wish->factor > 0.0f ? wish->factor * sqrtf(sqrtf(variance)) : range / 254.0f;
+    if (!(wish->factor > 0.0f)) return range / 254.0f;
+    return wish->factor * (fkv_mode_by_token(wish->mode) ? sqrtf(variance) : 1.0f);
 }
 
 /* A factor in proportion becomes one of its own. */
-static void resolve(bounded_wish *wish, float deviations, float count)
+static void resolve(bounded_wish *wish, float unit)
 {
-    if (wish->factor < 0.0f)
-        wish->factor = -wish->factor * sqrtf(count > 0.0f ? deviations / count : 0.0f);
+    if (wish->factor < 0.0f) wish->factor *= -unit;
     if (!(wish->factor >= 0.0f)) wish->factor = 0.0f;
 }
 
@@ -219,7 +221,7 @@ static bool choose_channels(chooser *s)
         if (!(variance <= NUMBER_MAX)) return false;
         total += sqrtf(variance), channels += 1.0f;
     }
-    resolve(s->wish, total, channels);
+    resolve(s->wish, channels > 0.0f ? total / channels : 0.0f);
     for (uint32_t c = 0; c < width; c++) {
         if (s->nothing[c]) continue;
         float variance = squares[c] / (float)s->coded;
@@ -261,12 +263,7 @@ static bool choose_tokens(chooser *s, uint8_t *levels)
 {
     uint32_t counts[2 * BOUNDED_EXPONENT_MAX + 1] = {0}, seen = 0, used = 0;
     int32_t least = BOUNDED_EXPONENT_MAX, greatest = -BOUNDED_EXPONENT_MAX, middle;
-    float total = 0.0f, spread[2];
-    for (uint32_t r = 0; s->wish->factor < 0.0f && r < s->coded; r++) {
-        RUN(spread, s->rows + (size_t)r * s->width, s->width, spread);
-        total += sqrtf(spread[0]);
-    }
-    resolve(s->wish, total, (float)s->coded);
+    resolve(s->wish, 1.0f);
     for (uint32_t r = 0; r < s->coded; r++) {
         int32_t e = token_exponent(s->wish, s->rows + (size_t)r * s->width, s->width);
         s->exponents[r] = (int16_t)e;

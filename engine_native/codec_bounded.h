@@ -88,10 +88,10 @@ float fkv_bounded_step(int32_t exponent);
 /* The exponent whose step comes nearest, in ratio. */
 int32_t fkv_bounded_exponent(float step);
 
-/* What a stream is coded with. factor: steps are factor * sqrt(deviation); below 0: -factor *
- * sqrt(deviation * the mean deviation of all channels or tokens), and choosing puts the factor that this
- * comes to in its place; 0: a 254th of the range (of a channel or token). exact: tokens at the stream's
- * start kept as they are. */
+/* What a stream is coded with. factor: the step of channels; of tokens the step by the token's deviation.
+ * Below 0: the same, but steps of channels are -factor * their mean deviation, and choosing puts the
+ * factor that this comes to in its place; 0: a 254th of the range (of a channel or token). exact: tokens
+ * at the stream's start kept as they are. */
 typedef struct {
     uint32_t mode, vector_bytes, exact;
     float factor;

@@ -318,9 +318,8 @@ typedef struct {
     uint64_t record_count;
     uint64_t created_ms;
     uint8_t *buffer;
-    /* FKV_CODEC_BOUNDED: [2][layers of the plane with most]: steps are factor * sqrt(deviation), of
-     * channels, then of tokens (values); below 0: in proportion, see fkv_bounded_parameters_of. Else
-     * NULL. */
+    /* FKV_CODEC_BOUNDED: [2][layers of the plane with most]: the step of channels; of tokens (values) the
+     * step by the token's deviation. Below 0: the same, channels' by their mean deviation. Else NULL. */
     const float *factors;
     const uint8_t *profile; /* its digest, FKV_PROFILE_BYTES, where the factors come from one */
 } fkv_encode_batch;

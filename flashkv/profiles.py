@@ -30,12 +30,13 @@ from flashkv.errors import OptionsError
 
 BOUNDED_LEVELS: Final = ("bounded-1", "bounded-2", "bounded-3", "bounded-4")
 DEFAULT_FACTORS: Final = {
-    "bounded-1": (0.088, 0.123),
-    "bounded-2": (0.176, 0.246),
-    "bounded-3": (0.339, 0.476),
-    "bounded-4": (0.55, 0.72),
+    "bounded-1": (0.064, 0.137),
+    "bounded-2": (0.129, 0.278),
+    "bounded-3": (0.252, 0.54),
+    "bounded-4": (0.41, 0.88),
 }
-"""(channels, tokens): a step is this times sqrt(deviation * the stream's mean deviation)."""
+"""(channels, tokens): steps are this times the mean deviation of a stream's channels, and times the
+token's own deviation."""
 
 _ADVICE: Final = (
     'a profile is {"model": ..., "layers": L, "levels": {"bounded-1": {"k": [L factors], "v": [L'
@@ -152,6 +153,6 @@ def _canonical(plain: object) -> bytes:
 
 
 def _factor(value: object) -> bool:
-    """Whether steps can be this times a root; float32 has it."""
+    """Whether steps can be this, or this times a deviation; float32 has it."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return number and math.isfinite(float(value)) and 1e-30 <= float(value) <= 1e30  # type: ignore[arg-type]

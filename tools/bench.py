@@ -1,4 +1,5 @@
-"""flashkv-bench: the store's speed beside fio's, how fast it opens, what it does for a model.
+"""flashkv-bench: the store's speed beside fio's, how fast it opens, what it does for a model, what
+the codecs cost and gain.
 
 Method and keys: docs/benchmarks.md.
 
@@ -44,10 +45,12 @@ from .bench_io import (
     run_io,
 )
 from .bench_open import BLOCKS_MIN, OpenSettings, open_steps, run_open
+from .bench_quality import BLOCK_TOKENS
 from .bench_sets import BenchError
 from .bench_ttft import ALL, TOKENS, TtftSettings, run_ttft, ttft_steps
 from .demo_protocol import DemoError
 from .fio import FioError, fio_path
+from .quality_session import QualitySettings, run_calibration, run_quality
 from .ttft_tables import ttft_tables
 
 app = typer.Typer(
@@ -66,7 +69,13 @@ Folder = Annotated[
         writable=True,
     ),
 ]
+Model = Annotated[
+    Path | None,
+    typer.Option(help="Folder of a model of transformers. [SmolLM2-135M]", file_okay=False),
+]
+Threads = Annotated[int, typer.Option(min=1, help="That the model computes with.")]
 ENGINES_FOLDER = Path(".engines")
+REAL_KV = Path("../shared/data/realkv")
 ENGINE_DTYPES = ("float32", "bfloat16", "float16")
 Backend = Annotated[str, typer.Option(help=f"I/O backend of the store: {', '.join(BACKENDS)}.")]
 
@@ -74,17 +83,63 @@ Backend = Annotated[str, typer.Option(help=f"I/O backend of the store: {', '.joi
 @app.command("codec")
 def codec_command(
     data: Annotated[
-        Path, typer.Option(help="Folder of .safetensors files with K and V.", exists=True)
-    ],
+        Path | None, typer.Option(help="Folder of .safetensors files with K and V.", exists=True)
+    ] = None,
     json_file: Json = None,
+    peers: Annotated[
+        Path | None,
+        typer.Option(help="Folder of peers' packages (pip install --target).", exists=True),
+    ] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(help="Instead: measure a model's steps and write its profile to this file."),
+    ] = None,
+    model: Model = None,
+    threads: Threads = 2,
 ) -> None:
-    """What the lossless codecs make of real tensors, and how fast: one thread's CPU time."""
+    """What the codecs make of real tensors, and how fast, beside others: CPU time.
+
+    With --calibrate: a profile of the bounded levels for a model, from one text.
+    """
     try:
-        figures = run_codec(data, lambda text: console.print(text, style="dim"))
-    except BenchError as error:
+        if calibrate is not None:
+            settings = QualitySettings(Path(), model=model, threads=threads)
+            write_json(calibrate, run_calibration(settings, say))
+            return
+        figures = run_codec(data or REAL_KV, say, peers)
+    except (flashkv.FlashKVError, BenchError, DemoError, OSError) as error:
         fail(str(error))
     show_codec(figures)
     write_json(json_file, figures)
+
+
+@app.command("quality")
+def quality_command(
+    json_file: Json = None,
+    model: Model = None,
+    texts: Annotated[
+        Path | None,
+        typer.Option(help="Folder of .txt and .json texts.", exists=True, file_okay=False),
+    ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(help="A profile's file, or none. [the packaged one of SmolLM2-135M]"),
+    ] = None,
+    prefix: Annotated[int, typer.Option(min=64, help="Tokens stored, a multiple of 64.")] = 1024,
+    positions: Annotated[int, typer.Option(min=1, help="Tokens computed on them.")] = 512,
+    threads: Threads = 2,
+    path: Folder = Path(),
+) -> None:
+    """What a model loses by each bounded level, after a store and a load, and CacheGen's scheme."""
+    if prefix % BLOCK_TOKENS:
+        fail(f"--prefix is {prefix}, must be a multiple of {BLOCK_TOKENS}")
+    settings = QualitySettings(path, model, texts, profile, prefix, positions, threads)
+    try:
+        figures = run_quality(settings, say)
+    except (flashkv.FlashKVError, BenchError, DemoError, OSError) as error:
+        fail(str(error))
+    write_json(json_file, figures)
+    console.print(quality_table(figures))
 
 
 @app.command("io")
@@ -140,15 +195,12 @@ def open_command(
 @app.command("ttft")
 def ttft_command(
     json_file: Json = None,
-    model: Annotated[
-        Path | None,
-        typer.Option(help="Folder of a model of transformers. [SmolLM2-135M]", file_okay=False),
-    ] = None,
+    model: Model = None,
     tokens: Annotated[str, typer.Option(help="Lengths of the prompts.")] = ",".join(
         map(str, TOKENS)
     ),
     passes: Annotated[int, typer.Option(min=1, help="Of each restored source.")] = 4,
-    threads: Annotated[int, typer.Option(min=1, help="That the model computes with.")] = 2,
+    threads: Threads = 2,
     dtype: Annotated[str, typer.Option(help="To compute in; auto: what the machine has.")] = "auto",
     kv_dtype: Annotated[str, typer.Option(help="Of the cache, in transformers.")] = "bfloat16",
     engine: Annotated[
@@ -220,6 +272,11 @@ def fail(message: str) -> NoReturn:
     raise typer.Exit(1)
 
 
+def say(text: str) -> None:
+    """What is done next, on standard error."""
+    console.print(text, style="dim", highlight=False, markup=False)
+
+
 class Steps:
     """What moves a bar: called, the next step begins; say() tells what is done within it."""
 
@@ -264,9 +321,28 @@ def show_codec(figures: Mapping[str, Any]) -> None:
     for name, value in figures.items():
         text = f"{value:.3f}" if isinstance(value, float) else str(value)
         if isinstance(value, dict):
-            text = ", ".join(f"{key}: {number:.3f}" for key, number in value.items())
+            parts = ((key, f"{v:.3f}" if isinstance(v, float) else v) for key, v in value.items())
+            text = ", ".join(f"{key}: {part}" for key, part in parts)
         table.add_row(name, text)
     console.print(table)
+
+
+def quality_table(figures: Mapping[str, Any]) -> Table:
+    """Levels, and CacheGen's scheme at their bits."""
+    table = Table(box=box.SIMPLE)
+    for title in ("level", "bits", "KL mean", "p99", "top-1", "CacheGen bits", "KL"):
+        table.add_column(title, justify="left" if title == "level" else "right", no_wrap=True)
+    for row in figures["levels"]:
+        table.add_row(
+            row["level"],
+            f"{row['bits_on_disk']:.2f}",
+            f"{row['kl_mean']:.5f}",
+            f"{row['kl_p99']:.4f}",
+            f"{100 * row['top1']:.1f} %",
+            f"{row['cachegen_bits']:.2f}",
+            f"{row['cachegen_kl']:.5f}",
+        )
+    return table
 
 
 def io_table(figures: Mapping[str, Any]) -> Table:

@@ -26,6 +26,7 @@ from flashkv.errors import native_ok
 from flashkv.layout import packed_view
 from flashkv.native import ffi, lib, pointer
 
+from .bench_peers import measure_peers
 from .bench_sets import BenchError
 
 PAGE: Final = 4096
@@ -176,8 +177,13 @@ def _gbps(made: list[Record], step: Callable[[Record], None]) -> float:
     return total / statistics.median(seconds) / 1e9
 
 
-def run_codec(folder: Path, step: Callable[[str], None]) -> dict[str, Any]:
-    """All figures; step(text) is called before each of them. Raises BenchError."""
+def run_codec(
+    folder: Path, step: Callable[[str], None], peers: Path | None = None
+) -> dict[str, Any]:
+    """All figures; step(text) is called before each of them. Raises BenchError.
+
+    peers: folder of packages that are not in this environment.
+    """
     sets = read(folder)
     bf16 = [tensors for tensors in sets if tensors.dtype == "bfloat16"]
     fp16 = [tensors for tensors in sets if tensors.dtype == "float16"]
@@ -199,4 +205,10 @@ def run_codec(folder: Path, step: Callable[[str], None]) -> dict[str, Any]:
         made = records(bf16, 256, codec)
         figures[f"{codec}_decode_gbps"] = _gbps(made, Record.decode)
         figures[f"{codec}_encode_gbps"] = _gbps(made, Record.encode)
+    del made
+    figures |= measure_peers(b"".join(t.values.tobytes() for t in bf16), peers, step)
+    for unit in ("zipnn", "zipnn_32k"):
+        if f"{unit}_decode_gbps" in figures:
+            ours, theirs = figures["lossless_decode_gbps"], figures[f"{unit}_decode_gbps"]
+            figures[f"lossless_decode_to_{unit}"] = ours / theirs
     return figures

@@ -19,6 +19,7 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
+from flashkv.tools.inspection import StoreView  # noqa: E402
 from store_support import open_store  # noqa: E402
 
 from flashkv import Identity, KVGeometry, directory  # noqa: E402
@@ -26,7 +27,6 @@ from flashkv.geometry import Group, GroupKind, Plane, Role  # noqa: E402
 from flashkv.manifest_log import KILL, encode_entry, retired_row, segment_row  # noqa: E402
 from flashkv.native import lib, pointer  # noqa: E402
 from flashkv.segments import DIR_BLOCK, DIR_RECORD  # noqa: E402
-from flashkv.tools.inspection import StoreView  # noqa: E402
 
 PAGE = 4096
 # Planes that differ in layers, heads and length.

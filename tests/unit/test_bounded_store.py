@@ -12,14 +12,14 @@ from typing import Any
 import bounded_reference as bounded
 import numpy as np
 import pytest
+from flashkv.tools.facts import store_facts
+from flashkv.tools.inspection import StoreView
+from flashkv.tools.record_facts import record_detail, segment_records
 from store_support import BACKENDS, GQA, IDENTITY, crash, open_store, segment_file
 
 from flashkv import BlockStatus, Identity, KVGeometry, MemoryView, Options, Store
 from flashkv.errors import OptionsError
 from flashkv.native import lib
-from flashkv.tools.facts import store_facts
-from flashkv.tools.inspection import StoreView
-from flashkv.tools.record_facts import record_detail, segment_records
 
 LOSSY = ("bounded-1", "bounded-2", "bounded-3", "bounded-4", "cold")
 TOKENS, BLOCKS = 32, 12
