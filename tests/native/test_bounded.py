@@ -161,6 +161,21 @@ def test_keys_that_follow_each_other_take_fewer_bits(mode: int) -> None:
         assert abs(sizes[0] - sizes[1]) <= 2
 
 
+def test_the_prediction_goes_on_behind_an_escape() -> None:
+    """From the value itself, not from nothing: those behind it follow it where there is a carry."""
+    rng = np.random.default_rng(8)
+    walk = np.zeros((60, 4), np.float32)
+    for t in range(1, 60):
+        walk[t] = 0.9 * walk[t - 1] + rng.normal(size=4) + (t % 20 == 7) * 40
+    words = (walk.view(np.uint32) >> 16).astype(np.uint16)
+    _, parameters, levels = bounded.choose(in_memory(words), 4, CHANNELS[0], -0.05, 0)
+    stream = bounded.stream_of(parameters, CHANNELS[0])
+    _, rows, _ = bounded.quantised(words, stream, levels, 0)
+    assert all(channel.carry > 0 for channel in stream.channels)
+    assert sum(value.further == bounded.ROUNDS for row in rows for value in row) >= 1
+    assert check(words, CHANNELS[0], -0.05)
+
+
 @pytest.mark.parametrize("mode", [CHANNELS[0], TOKENS[0]])
 def test_channels_of_zeros_take_nothing(mode: int) -> None:
     words = content_of("normal bf16", mode, 64, 32, 9)
