@@ -9,7 +9,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,7 @@ def on_grid(steps: Floats) -> Floats:
 def code_k(values: Floats, factors: Floats) -> Floats:
     """Keys [layer, head, token, dim] as they come back: steps are factors[layer], each token is
     predicted from the one before."""
-    out = values.copy()
+    out: Floats = np.array(values, np.float32)
     step = on_grid(factors)[:, None, None, None]
     for begin, part in _records(values):
         mean = np.rint(part.mean(2, keepdims=True) / step) * step
@@ -59,7 +59,7 @@ def _predicted(part: Floats, mean: Floats, step: Floats) -> Floats:
 
 def code_v(values: Floats, factors: Floats) -> Floats:
     """Values likewise: a token's step is factors[layer] * its deviation over the channels."""
-    out = values.copy()
+    out: Floats = np.array(values, np.float32)
     for begin, part in _records(values):
         mean = part.mean(2, keepdims=True)
         step = on_grid(factors[:, None, None, None] * part.std(3, keepdims=True))
@@ -67,7 +67,7 @@ def code_v(values: Floats, factors: Floats) -> Floats:
     return out
 
 
-def halfway(symbols: Floats) -> Floats:
+def halfway(symbols: NDArray[Any]) -> Floats:
     """The nearest number that lies halfway between two integers."""
     return np.asarray(np.floor(symbols) + np.float32(0.5), np.float32)
 

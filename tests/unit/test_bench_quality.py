@@ -123,6 +123,7 @@ def session(
     return lambda *words: CliRunner().invoke(bench.app, [str(word) for word in words])
 
 
+@pytest.mark.slow
 def test_a_model_is_calibrated_and_measured(
     session: Callable[..., Result], subject: Subject, tmp_path: Path
 ) -> None:
