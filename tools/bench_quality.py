@@ -108,7 +108,7 @@ class Run:
 
     def __init__(self, subject: Subject, texts: dict[str, Text], folder: Path, step: Say) -> None:
         self.subject, self.texts, self.folder, self.step = subject, texts, folder, step
-        self.scalings = cachegen.SCALINGS
+        self.scalings: tuple[str, ...] = cachegen.SCALINGS
 
     def check_exact(self) -> float:
         """Bits a value of the lossless codec. Raises BenchError where other bytes came back."""
