@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import realkv
 from codec_contents import KINDS, make, streams_of
+from flashkv.tools.inspection import StoreView
+from flashkv.tools.record_facts import record_detail, segment_records
 from fxp_reference import CANARY, _u8, _u64, addresses, decoded_rows
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,8 +20,6 @@ from store_support import open_store
 
 from flashkv import Identity, KVGeometry
 from flashkv.native import ffi, lib
-from flashkv.tools.inspection import StoreView
-from flashkv.tools.record_facts import record_detail, segment_records
 
 PAGE_BYTES = 4096
 
