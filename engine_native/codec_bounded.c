@@ -422,7 +422,7 @@ uint32_t fkv_bounded_fit(const uint64_t *rows, uint32_t count, uint32_t exact,
     s->exact = exact, s->escapes = 0;
     for (; exact + coded < count; coded++) {
         const uint32_t r = exact + coded, at = coded * plan->values;
-        if (at + plan->values > BOUNDED_SCRATCH_VALUES || coded >= BOUNDED_ROWS_MAX) break;
+        if (at + plan->values > BOUNDED_SCRATCH_VALUES || exact + coded >= BOUNDED_ROWS_MAX) break;
         s->level[r] = plan->by_token ? levels[r] & LEVEL_MAX : 0;
         RUN(values, (const uint8_t *)(uintptr_t)rows[r], plan->dtype, plan->values, row);
         RUN(quantise, row, plan, plan->levels[s->level[r]], greatest_of(plan->dtype), s->state,

@@ -6,9 +6,34 @@
 #ifndef FLASHKV_CPU_H
 #define FLASHKV_CPU_H
 #include <stdbool.h>
+#include <stdint.h>
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
 
 typedef struct {
     bool sse42, avx2, sha_ni, vpclmul;
 } fkv_cpu;
 extern fkv_cpu fkv_cpu_has;
+
+/* Lets this thread's arithmetic keep denormals, which a program may have set it to flush to zero: the
+ * bounded code's numbers must not depend on that. Returns what to give back. */
+static inline uint32_t fkv_denormals_keep(void)
+{
+#if defined(__x86_64__)
+    const uint32_t before = _mm_getcsr();
+    _mm_setcsr(before & ~0x8040u);
+    return before;
+#else
+    return 0;
+#endif
+}
+static inline void fkv_denormals_as(uint32_t before)
+{
+#if defined(__x86_64__)
+    _mm_setcsr(before);
+#else
+    (void)before;
+#endif
+}
 #endif

@@ -44,7 +44,8 @@ static void shape_prefix(const fkv_encode_batch *batch, const fkv_encode_record 
     const fkv_geometry *g = batch->geometry;
     shape->prefix = record->codec != FKV_CODEC_FAST && shape->tokens >= PREFIX_TOKENS_MIN;
     shape->stream_bytes = stream_bytes_max(g, shape->prefix, shape->lossy);
-    if (!shape->prefix || fkv_header_room(g, record->block_count, shape) <= FKV_HEADER_BYTES_MAX)
+    if (!(shape->prefix || shape->lossy)
+        || fkv_header_room(g, record->block_count, shape) <= FKV_HEADER_BYTES_MAX)
         return;
     shape->prefix = shape->lossy =
         false; /* streams beyond number: their parameters fit no header */

@@ -178,9 +178,9 @@ typedef struct {
 
 /* The lower, the nearer to what was put. */
 #define FKV_FIDELITY_EXACT 0
-#define FKV_FIDELITY_BOUNDED_1 1
-#define FKV_FIDELITY_BOUNDED_4 4
-#define FKV_FIDELITY_COLD 5
+#define FKV_FIDELITY_COLD 1
+#define FKV_FIDELITY_BOUNDED_1 2
+#define FKV_FIDELITY_BOUNDED_4 5
 
 #define FKV_RECORD_INLINE 1  /* the payload sits in the header page */
 #define FKV_RECORD_ALIGNED 2 /* raw: every block begins on a page */

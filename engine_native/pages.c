@@ -12,6 +12,7 @@
 #include "codec_delta.h"
 #include "codec_fxp.h"
 #include "codec_halves.h"
+#include "cpu.h"
 #include "encode.h"
 #include <assert.h>
 #include <string.h>
@@ -174,11 +175,12 @@ static bool packer_bound(packer *p, const fkv_plane_row *plane, uint32_t stream,
     uint64_t bits = fkv_bounded_choose(p->rows, p->shape->tokens, &wish, w->values, w->work,
                                        p->parameters, w->levels);
     if (!bits || bits > 5 * (uint64_t)p->shape->tokens * plane->vector_bytes) return false;
-    *mode = (uint8_t)wish.mode;
-    w->factors[stream] = wish.factor;
     bool made = fkv_bounded_plan_make(&w->plan, p->parameters, plane->vector_bytes, wish.mode);
     assert(made);
     (void)made;
+    if (!w->plan.row_bits) return false; /* of zeros alone: no stripe is without bytes */
+    *mode = (uint8_t)wish.mode;
+    w->factors[stream] = wish.factor;
     return true;
 }
 
@@ -200,6 +202,7 @@ static void packer_rebound(packer *p, const fkv_plane_row *plane, uint32_t strea
 static uint32_t packer_fit_bounded(packer *p, uint32_t first, uint32_t end, uint32_t space)
 {
     bounded_work *w = p->bounded;
+    if (end - first > FKV_STRIPE_TOKENS_MAX) end = first + FKV_STRIPE_TOKENS_MAX;
     return fkv_bounded_fit(p->rows + first, end - first,
                            w->plan.exact > first ? w->plan.exact - first : 0, w->levels + first,
                            space, &w->plan, &w->scratch);
@@ -279,7 +282,9 @@ static uint64_t packer_choose_code(packer *p, const fkv_plane_row *plane, uint8_
             prefix_bits = bits + 8 * packer_pack(p, values);
             *mode = (uint8_t)prefix;
             /* The other code can't take less than its rows without escapes. */
-            if (prefix_bits < 8 * tokens * fixed_row_bytes(bytes, fixed) + fixed_more) return bits;
+            if (prefix_bits < plain_bits
+                && prefix_bits < 8 * tokens * fixed_row_bytes(bytes, fixed) + fixed_more)
+                return bits;
             memcpy(prefix_parameters, p->parameters, 1 + values);
         }
         bits = plain_bits;
@@ -398,7 +403,7 @@ static int packer_full_pages(packer *p, const fkv_plane_row *plane, uint32_t str
         if (status != FKV_OK) return status;
         packer_close_page(p);
         first += count, total -= bits, stream.full_stripes++;
-        if (first < tokens) total += packer_first_cost(p, first) - p->costs[first];
+        if (first < tokens) total += packer_first_cost(p, first), total -= p->costs[first];
     }
     p->left_first[stream_index] = first;
     packer_row(p, plane, stream_index, &stream);
@@ -541,8 +546,10 @@ int fkv_pages_encode(const fkv_encode_batch *batch, const fkv_encode_record *rec
         && ((p.halves && p.half_rows) || !cut) && p.rows && p.costs && p.left_first
         && p.stream_offsets && parts->page_crcs && parts->stripes && parts->streams) {
         shape->stripes = shape->payload_pages = shape->lossy_streams = 0;
+        const uint32_t before = fkv_denormals_keep();
         status = packer_each(&p, packer_full_pages, false);
         if (status == FKV_OK) status = packer_each(&p, packer_shared, true);
+        fkv_denormals_as(before);
         if (status == FKV_OK && p.shared_open) packer_close_page(&p);
         shape->payload_bytes = shape->payload_pages * FKV_PAGE_BYTES;
         shape->stream_bytes = p.stream_end;

@@ -5,7 +5,24 @@
  *  - a page is decoded only after its checksum was right.
  */
 #include "stripe.h"
+#include "cpu.h"
 #include "codec_halves.h"
+
+static bool decode_bounded(const fkv_stripe *s, const fkv_stream_row *stream, uint32_t vector_bytes,
+                           fkv_last_plan *last, const uint8_t *in, const uint8_t *parameters,
+                           const uint64_t *rows)
+{
+    if (last->stream != s->stream) {
+        last->stream = FKV_NO_STREAM;
+        if (!fkv_bounded_plan_make(&last->bounded, parameters, vector_bytes, stream->mode))
+            return false;
+        last->stream = s->stream;
+    }
+    const uint32_t exact = last->bounded.exact, first = s->first_token;
+    return fkv_bounded_plan_decode(in, s->length, s->tokens, exact > first ? exact - first : 0,
+                                   &last->bounded, rows)
+           == 0;
+}
 
 bool fkv_stripe_decode(const fkv_header *h, const fkv_stripe *s, uint32_t vector_bytes,
                        fkv_last_plan *last, const uint8_t *in, const uint64_t *rows)
@@ -16,16 +33,10 @@ bool fkv_stripe_decode(const fkv_header *h, const fkv_stripe *s, uint32_t vector
     if (stream.mode == FKV_STREAM_DELTA)
         return fkv_delta_decode(in, s->length, s->tokens, vector_bytes, rows) == 0;
     if (fkv_mode_bounded(stream.mode)) {
-        if (last->stream != s->stream) {
-            last->stream = FKV_NO_STREAM;
-            if (!fkv_bounded_plan_make(&last->bounded, parameters, vector_bytes, stream.mode))
-                return false;
-            last->stream = s->stream;
-        }
-        const uint32_t exact = last->bounded.exact, first = s->first_token;
-        return fkv_bounded_plan_decode(in, s->length, s->tokens, exact > first ? exact - first : 0,
-                                       &last->bounded, rows)
-               == 0;
+        const uint32_t before = fkv_denormals_keep();
+        const bool good = decode_bounded(s, &stream, vector_bytes, last, in, parameters, rows);
+        fkv_denormals_as(before);
+        return good;
     }
     const uint32_t half_mode = fkv_mode_of_halves(stream.mode);
     const bool prefix = fkv_mode_is_prefix(stream.mode), cuts = fkv_mode_cuts(stream.mode);

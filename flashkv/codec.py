@@ -34,8 +34,8 @@ CODECS: Final = {
 }
 FIDELITIES: Final = {
     "exact": int(lib.FKV_FIDELITY_EXACT),
-    **{f"bounded-{level}": level for level in range(1, 5)},
     "cold": int(lib.FKV_FIDELITY_COLD),
+    **{f"bounded-{level}": int(lib.FKV_FIDELITY_BOUNDED_1) + level - 1 for level in range(1, 5)},
 }
 """The lower, the nearer to what was put."""
 STAGING_BUFFERS: Final = 4

@@ -98,25 +98,25 @@ def _convert_run(
     room = int(tokens[rows].max())
     memory = np.empty((len(rows), namespace.geometry.token_bytes(number) * room), np.uint8)
     counts = tokens[rows]
-    read = namespace.get(own, memory, group=group, tokens=counts, min_fidelity="exact").statuses
-    ok = read == BlockStatus.OK
-    if not ok.all():  # evicted, damaged or converted meanwhile: the others go on their own
-        return (
-            np.array(read, np.uint8)
-            if not ok.any()
-            else _each(namespace, keys, parents, rows, tokens, codec, group)
-        )
-    written = namespace.put(
-        own,
-        memory,
-        group=group,
-        tokens=counts,
-        parents=None if parents is None else [parents[row] for row in rows.tolist()],
-        position=position,
-        replace=True,
-        codec=codec,
-    )
-    return np.array(written.statuses, np.uint8)
+    with namespace.alone():  # or what is deleted or replaced in between comes back
+        read = namespace.get(own, memory, group=group, tokens=counts, min_fidelity="exact").statuses
+        ok = read == BlockStatus.OK
+        if not ok.any():
+            return np.array(read, np.uint8)
+        if ok.all():
+            written = namespace.put(
+                own,
+                memory,
+                group=group,
+                tokens=counts,
+                parents=None if parents is None else [parents[row] for row in rows.tolist()],
+                position=position,
+                replace=True,
+                codec=codec,
+            )
+            return np.array(written.statuses, np.uint8)
+    # Evicted, damaged or converted meanwhile: the others go on their own.
+    return _each(namespace, keys, parents, rows, tokens, codec, group)
 
 
 def _each(

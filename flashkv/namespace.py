@@ -10,7 +10,8 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -440,6 +441,12 @@ class Namespace:
             self._store.index.unpin(np.ascontiguousarray(places["segment"][rows]))
             places["record"][rows] = NONE
             places["segment"][rows] = NONE
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Nobody else writes to the store meanwhile."""
+        with self._store.gate, self._store.writer_lock:
+            yield
 
     def convert(
         self,

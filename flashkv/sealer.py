@@ -48,6 +48,7 @@ class _Full:
 
     segment: Segment
     last_sequence: int
+    epoch: int
 
 
 class Sealer:
@@ -83,7 +84,7 @@ class Sealer:
 
     def begin(self, segment: Segment, last_sequence: int) -> None:
         """Takes a full segment; others may be filled meanwhile. last_sequence: of all records."""
-        full = _Full(segment, last_sequence)
+        full = _Full(segment, last_sequence, segment.epoch)
         segment.state = SegmentState.SEALING  # no signal comes between this and the next line
         self._waiting.append(full)
         self._flights.launch()
@@ -132,6 +133,9 @@ class Sealer:
         # The segment alone doesn't tell: one that was at rest may have been filled anew since.
         while self._waiting and self._waiting[0] in self._sealing:
             full = self._waiting[0]
+            if full.segment.epoch != full.epoch:  # a signal came below, and it was filled anew
+                self._waiting.popleft()
+                continue
             whole = full.segment not in failed
             if whole:
                 self.durable_sequence = max(self.durable_sequence, full.last_sequence)

@@ -167,7 +167,8 @@ class Segments:
 
     def in_state(self, *states: SegmentState) -> list[Segment]:
         """Segments in one of the states, oldest contents first."""
-        found = [segment for segment in self._all.values() if segment.state in states]
+        # A copy: codec="auto" looks at them while another thread's put adds one.
+        found = [segment for segment in list(self._all.values()) if segment.state in states]
         return sorted(found, key=lambda segment: (segment.first_sequence, segment.number))
 
     def read_speed(self) -> float | None:

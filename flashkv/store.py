@@ -343,8 +343,10 @@ class Store:
     def profiles(self) -> dict[bytes, dict[str, Any]]:
         """The calibration profiles that the store holds, by digest."""
         self.check_open()
-        state = self.manifest_state if self.read_only else self.manifest.state
-        return {digest: Profile.load(text).plain for digest, text in state.profiles.items()}
+        with self.writer_lock:
+            state = self.manifest_state if self.read_only else self.manifest.state
+            profiles = dict(state.profiles)
+        return {digest: Profile.load(text).plain for digest, text in profiles.items()}
 
     def retire(self, namespace: Namespace) -> int:
         """See Namespace.rotate."""

@@ -6,6 +6,7 @@ What the stripes hold is tests/native/test_bounded.py's; here it is records, fid
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from flashkv.tools.inspection import StoreView
 from flashkv.tools.record_facts import record_detail, segment_records
 from store_support import BACKENDS, GQA, IDENTITY, crash, open_store, segment_file
 
-from flashkv import BlockStatus, Identity, KVGeometry, MemoryView, Options, Store
+from flashkv import BlockStatus, Identity, KVGeometry, MemoryView, Namespace, Options, Store
 from flashkv.errors import OptionsError
 from flashkv.native import lib
 
@@ -268,11 +269,15 @@ def test_better_supersedes_worse_is_skipped(tmp_path: Path) -> None:
         ns = store.namespace(IDENTITY)
         put(store, blocks)
         coarse = got(store, blocks)
-        for codec in ("bounded-3", "bounded-4", "cold"):
+        for codec in ("bounded-3", "bounded-4"):
             again = ns.put(KEYS, blocks, codec=codec)
             assert (again.statuses == BlockStatus.PRESENT).all()
         put(store, blocks, codec="bounded-1")
         finer = got(store, blocks)
+        put(store, blocks, codec="cold")
+        cold = got(store, blocks)
+        for codec in ("bounded-1", "cold"):
+            assert (ns.put(KEYS, blocks, codec=codec).statuses == BlockStatus.PRESENT).all()
         put(store, blocks, codec="lossless")
         assert (got(store, blocks, min_fidelity="exact") == blocks).all()
         assert (ns.put(KEYS, blocks).statuses == BlockStatus.PRESENT).all()
@@ -280,9 +285,9 @@ def test_better_supersedes_worse_is_skipped(tmp_path: Path) -> None:
             ns.put(KEYS, blocks, codec="bounded-5")
     errors = [
         np.abs(numbers_from(out, "bfloat16") - numbers_from(blocks, "bfloat16")).mean()
-        for out in (finer, coarse)
+        for out in (cold, finer, coarse)
     ]
-    assert 0 < errors[0] < errors[1] / 2
+    assert 0 < errors[0] < errors[1] < errors[2] / 2
     with open_store(tmp_path / "s") as store:
         assert (got(store, blocks) == blocks).all()
 
@@ -304,7 +309,8 @@ def test_lookups_ask_for_a_fidelity(tmp_path: Path) -> None:
         out = np.zeros_like(blocks)
         result = ns.get(KEYS, out, min_fidelity="bounded-1")
         assert result.ok.tolist() == [True] * 5 + [False] * (BLOCKS - 5)
-        assert ns.get(KEYS, out, min_fidelity="cold").all_ok
+        assert ns.get(KEYS, out, min_fidelity="bounded-4").all_ok
+        assert ns.match(KEYS, min_fidelity="cold").count == 5
         for call in (ns.match, lambda keys, **how: ns.get(keys, out, **how)):
             with pytest.raises(OptionsError):
                 call(KEYS, min_fidelity="best")
@@ -331,6 +337,33 @@ def test_exact_blocks_are_converted_once(tmp_path: Path) -> None:
                 ns.convert(KEYS, codec)
     with open_store(tmp_path / "b") as store:
         assert (got(store, blocks) == expected).all()
+
+
+def test_conversion_brings_nothing_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A delete on another thread comes before a converted run or behind it, never between."""
+    blocks = blocks_of()
+    with open_store(tmp_path / "s") as store:
+        ns = store.namespace(IDENTITY)
+        put(store, blocks)
+        deleted = threading.Event()
+        real, threads = Namespace.get, []
+
+        def delete() -> None:
+            ns.delete(KEYS)
+            deleted.set()
+
+        def read(self: Namespace, *arguments: Any, **how: Any) -> Any:
+            result = real(self, *arguments, **how)
+            threads.append(threading.Thread(target=delete))
+            threads[-1].start()
+            assert not deleted.wait(0.3)  # it has to wait until the run was put
+            return result
+
+        monkeypatch.setattr(Namespace, "get", read)
+        assert ns.convert(KEYS, "bounded-2").all_ok
+        for thread in threads:
+            thread.join()
+        assert not ns.contains(KEYS).any()
 
 
 # ---- profiles
@@ -379,6 +412,7 @@ def test_levels_that_a_profile_lacks_need_none(tmp_path: Path) -> None:
         {"levels": {"bounded-1": {"k": [1.0, 0], "v": [1, 1]}}},
         {"levels": {"bounded-1": {"k": [1.0, float("nan")], "v": [1, 1]}}},
         {"levels": {"bounded-1": {"v": [1, 1]}}},
+        {"levels": {"bounded-1": {"k": [1.0, 10**400], "v": [1, 1]}}},
         {"levels": []},
         {"note": "x" * 70000},
     ],
