@@ -445,4 +445,4 @@ def test_the_environment_chooses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert ns.get(KEYS, out).all_ok
         assert (out == blocks).all()
         assert not (got(store, blocks) == blocks).all()  # the old records stay readable
-    assert lib.FKV_FIDELITY_COLD == 5
+    assert lib.FKV_FIDELITY_COLD == 1
