@@ -155,7 +155,8 @@ static uint64_t packer_choose(packer *p, const fkv_plane_row *plane, uint8_t *mo
             prefix_bits = bits + 8 * packer_pack(p, bytes);
             *mode = (uint8_t)prefix;
             /* The other code can't take less than its rows without escapes. */
-            if (prefix_bits <= 8 * tokens * fxp_row_bytes(bytes / 2, fp16) + fixed_more)
+            if (prefix_bits < plain_bits
+                && prefix_bits <= 8 * tokens * fxp_row_bytes(bytes / 2, fp16) + fixed_more)
                 return bits;
             memcpy(prefix_parameters, p->parameters, 1 + bytes / 2);
         }
