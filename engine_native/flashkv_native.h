@@ -459,6 +459,8 @@ typedef struct {
  * -1: damaged. */
 int64_t fkv_header_stripes(const uint8_t *header, uint64_t length, fkv_stripe *stripes,
                            uint64_t room);
+/* Bytes of parameters behind the row of a stream of this mode. */
+uint32_t fkv_stream_parameter_bytes(uint32_t vector_bytes, uint32_t mode);
 /* All vectors of a coded record in memory, checked: stream after stream, logical_bytes in all. FKV_OK,
  * FKV_DAMAGED (also: not coded, or no room) or FKV_NO_MEMORY. */
 int fkv_record_decode(const uint8_t *record, uint64_t length, const uint8_t *segment_uuid,

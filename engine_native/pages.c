@@ -147,7 +147,6 @@ static uint64_t packer_choose(packer *p, const fkv_plane_row *plane, uint8_t *mo
     const uint32_t fixed_more = 8 * fkv_stream_parameters(bytes, fixed);
     const uint64_t plain_bits = 8 * (uint64_t)tokens * bytes;
     uint64_t prefix_bits = UINT64_MAX, bits;
-    uint8_t prefix_parameters[sizeof p->parameters];
     if (fkv_plane_halves(plane)) {
         if (p->shape->prefix) {
             fkv_prefix_choose(p->rows, tokens, bytes, prefix, p->parameters);
@@ -158,7 +157,6 @@ static uint64_t packer_choose(packer *p, const fkv_plane_row *plane, uint8_t *mo
             if (prefix_bits < plain_bits
                 && prefix_bits <= 8 * tokens * fxp_row_bytes(bytes / 2, fp16) + fixed_more)
                 return bits;
-            memcpy(prefix_parameters, p->parameters, 1 + bytes / 2);
         }
         fkv_fxp_choose(p->rows, tokens, bytes, fixed, p->parameters);
         bits = packer_costs(p, plane, fixed, 0, tokens);
@@ -167,7 +165,7 @@ static uint64_t packer_choose(packer *p, const fkv_plane_row *plane, uint8_t *mo
             return bits;
         }
         if (prefix_bits < plain_bits) {
-            memcpy(p->parameters, prefix_parameters, 1 + bytes / 2);
+            fkv_prefix_unpack(p->packed, bytes / 2, p->parameters);
             return packer_costs(p, plane, prefix, 0, tokens);
         }
     }

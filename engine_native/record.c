@@ -441,6 +441,11 @@ void fkv_header_tlv(const uint8_t *header, uint64_t length, uint32_t type, uint3
     *bytes = t[type].length;
 }
 
+uint32_t fkv_stream_parameter_bytes(uint32_t vector_bytes, uint32_t mode)
+{
+    return fkv_stream_parameters(vector_bytes, mode);
+}
+
 int64_t fkv_header_stripes(const uint8_t *header, uint64_t length, fkv_stripe *stripes,
                            uint64_t room)
 {

@@ -348,14 +348,9 @@ def flag_names(flags: int) -> str:
 
 def _parameters(data: bytes, vector_bytes: int, mode: int, packed: int) -> tuple[bytes, int]:
     """A stream's parameters, unpacked, and the bytes that they take at the start of data."""
-    values = vector_bytes // 2
-    if mode == lib.FKV_STREAM_PLAIN:
-        return b"", 0
-    if mode not in (lib.FKV_STREAM_PREFIX_BF16, lib.FKV_STREAM_PREFIX_FP16):
-        taken = 1 + (values + 1) // 2
-        return data[:taken], taken
+    count = int(lib.fkv_stream_parameter_bytes(vector_bytes, mode))
     if not packed:
-        return data[: 1 + values], 1 + values
-    unpacked = ffi.new("uint8_t[]", 1 + values)
-    lib.fkv_prefix_unpack(data, values, unpacked)
-    return bytes(unpacked), int(lib.fkv_prefix_packed_bytes(data, len(data), values))
+        return data[:count], count
+    unpacked = ffi.new("uint8_t[]", count)
+    lib.fkv_prefix_unpack(data, count - 1, unpacked)
+    return bytes(unpacked), int(lib.fkv_prefix_packed_bytes(data, len(data), count - 1))
