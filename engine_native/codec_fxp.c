@@ -65,7 +65,7 @@ static void parameters_of(const uint8_t *bases, uint32_t values, uint8_t *parame
 {
     uint32_t top = FXP_BASE_MIN;
     for (uint32_t i = 0; i < values; i++) top = bases[i] > top ? bases[i] : top;
-    memset(parameters, 0, fxp_parameters_bytes(values));
+    memset(parameters, 0, fkv_stream_parameters(2 * values, FKV_STREAM_FXP_BF16));
     *parameters++ = (uint8_t)top;
     for (uint32_t i = 0; i < values; i++) {
         uint32_t delta = top - bases[i];

@@ -27,8 +27,6 @@
 
 static inline uint32_t fxp_values(uint32_t vector_bytes) { return vector_bytes / 2; }
 
-static inline uint32_t fxp_parameters_bytes(uint32_t values) { return 1 + (values + 1) / 2; }
-
 /* Bytes of three bits a value. */
 static inline uint32_t fxp_codes_bytes(uint32_t values)
 {

@@ -177,9 +177,8 @@ FOLD_TARGET static inline uint32_t folded_state(const __m256i sums[4])
     __m256i all = fold(sums[2], factors_of(0), sums[3]);
     all = fold(sums[1], factors_of(1), all);
     all = fold(sums[0], factors_of(2), all);
-    const __m256i lower = _mm256_castsi128_si256(_mm256_castsi256_si128(all)),
-                  upper = _mm256_castsi128_si256(_mm256_extracti128_si256(all, 1));
-    const __m128i rest = _mm256_castsi256_si128(fold(lower, factors_of(4), upper));
+    const __m256i upper = _mm256_castsi128_si256(_mm256_extracti128_si256(all, 1));
+    const __m128i rest = _mm256_castsi256_si128(fold(all, factors_of(4), upper));
     const uint64_t half = _mm_crc32_u64(0, (uint64_t)_mm_cvtsi128_si64(rest));
     return (uint32_t)_mm_crc32_u64(half, (uint64_t)_mm_extract_epi64(rest, 1));
 }

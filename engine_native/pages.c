@@ -274,7 +274,6 @@ static uint64_t packer_choose_code(packer *p, const fkv_plane_row *plane, uint8_
     const uint32_t fixed_more = 8 * fkv_stream_parameters(bytes, fixed);
     const uint64_t plain_bits = 8 * (uint64_t)tokens * bytes;
     uint64_t prefix_bits = UINT64_MAX, bits;
-    uint8_t prefix_parameters[sizeof p->parameters];
     if (prefix != FKV_STREAM_PLAIN) {
         if (p->shape->prefix) {
             fkv_prefix_choose(rows, tokens, 2 * values, fkv_mode_of_halves(prefix), p->parameters);
@@ -283,9 +282,8 @@ static uint64_t packer_choose_code(packer *p, const fkv_plane_row *plane, uint8_
             *mode = (uint8_t)prefix;
             /* The other code can't take less than its rows without escapes. */
             if (prefix_bits < plain_bits
-                && prefix_bits < 8 * tokens * fixed_row_bytes(bytes, fixed) + fixed_more)
+                && prefix_bits <= 8 * tokens * fixed_row_bytes(bytes, fixed) + fixed_more)
                 return bits;
-            memcpy(prefix_parameters, p->parameters, 1 + values);
         }
         bits = plain_bits;
         if (fixed != FKV_STREAM_PLAIN) {
@@ -297,7 +295,7 @@ static uint64_t packer_choose_code(packer *p, const fkv_plane_row *plane, uint8_
             return bits;
         }
         if (prefix_bits < plain_bits) {
-            memcpy(p->parameters, prefix_parameters, 1 + values);
+            fkv_prefix_unpack(p->packed, values, p->parameters);
             return packer_costs(p, plane, prefix, 0, tokens);
         }
     }
