@@ -228,6 +228,20 @@ class Manifest:
         self.bytes_written += len(data) + limits.PAGE_BYTES
         self._remove_old(generation)
 
+    def make_durable(self, generation: int) -> None:
+        """Makes a log that was found durable, and its name. Raises StoreError."""
+        files, path = self._files, self.folder / manifest_name(generation)
+        try:
+            if files.is_file(path):
+                fd = files.open(path, os.O_RDWR | os.O_NOFOLLOW)
+                try:
+                    files.sync(fd)
+                finally:
+                    files.close(fd)
+            files.sync_folder(self.folder)
+        except OSError as error:
+            raise StoreError(f"can't make {path.name} durable: {error}") from error
+
     def _new_log(self, generation: int, data: bytes) -> int:
         """The new log's descriptor; a superblock points to it. Raises OSError.
 

@@ -293,16 +293,22 @@ def begin_log(
 ) -> Manifest:
     """A writer's own log: the state, compacted, with the present capacity.
 
-    On a full disk it is begun with the first entry that finds room; till then the present one is
-    what a crash leaves. Raises StoreError.
+    On a full disk it is begun with the first entry that finds room; till then the present one,
+    made durable, is what a crash leaves. Where no superblock names the present one, that of a
+    handle which came no further, its name may not be durable: the new one takes its place, and the
+    log that is named stays. Raises StoreError.
     """
-    manifest = Manifest(folder, replace(block, capacity_bytes=capacity_bytes), state, files)
+    blocks, _ = whole_superblocks(folder, files)
+    named = max((b.manifest_generation for b in blocks), default=block.manifest_generation)
+    begun = replace(block, capacity_bytes=capacity_bytes, manifest_generation=named)
+    manifest = Manifest(folder, begun, state, files)
     try:
         manifest.checkpoint()
     except StoreError as error:
         cause = error.__cause__
         if not (isinstance(cause, OSError) and cause.errno in FULL_DISK):
             raise
+        manifest.make_durable(block.manifest_generation)
     return manifest
 
 

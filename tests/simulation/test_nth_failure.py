@@ -156,7 +156,11 @@ def fail_at(fault: Fault, number: int, seed: int, **how: int) -> int:
     try:
         watched(faults, seed, **how)
         gc.collect()
-        assert (descriptors(), live_allocations()) == before, "something was not given back"
+        after = descriptors(), live_allocations()
+        # What a test that failed before held may go meanwhile.
+        assert all(now <= then for now, then in zip(after, before, strict=True)), (
+            f"something was not given back: {before} descriptors and allocations, {after} then"
+        )
     except BaseException as error:
         error.add_note(f"seed {seed}, n = {number}: {fault}")
         raise
