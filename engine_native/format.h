@@ -60,6 +60,7 @@ typedef struct {
 #define FKV_MANIFEST_NAMESPACE 5 /* payload: digest[32] and canonical JSON */
 #define FKV_MANIFEST_RETIRED 6   /* payload: fkv_manifest_retired */
 #define FKV_MANIFEST_PROFILE 7   /* payload: digest[32] and canonical JSON */
+#define FKV_MANIFEST_VOID 8      /* payload: fkv_manifest_void */
 
 typedef struct {
     uint32_t crc; /* of the rest of this structure and the payload, seeded by the store uuid */
@@ -86,6 +87,13 @@ typedef struct { /* the namespace's records up to a sequence are dead */
     uint8_t namespace_digest[32];
     uint64_t last_sequence;
 } fkv_manifest_retired;
+
+typedef struct { /* no record of the segment with one of these sequences counts */
+    uint32_t segment;
+    uint32_t reserved;
+    uint64_t epoch;
+    uint64_t first_sequence, last_sequence;
+} fkv_manifest_void;
 
 #define FKV_KILL_RECORD 0xFFFF /* ordinal: the whole record */
 typedef struct {

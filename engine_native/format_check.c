@@ -60,6 +60,13 @@ AT(fkv_manifest_segment, segment_uuid, 16);
 SIZE(fkv_manifest_retired, 40);
 AT(fkv_manifest_retired, last_sequence, 32);
 
+SIZE(fkv_manifest_void, 32);
+AT(fkv_manifest_void, segment, 0);
+AT(fkv_manifest_void, reserved, 4);
+AT(fkv_manifest_void, epoch, 8);
+AT(fkv_manifest_void, first_sequence, 16);
+AT(fkv_manifest_void, last_sequence, 24);
+
 SIZE(fkv_manifest_kill, 32);
 AT(fkv_manifest_kill, segment, 0);
 AT(fkv_manifest_kill, page, 4);

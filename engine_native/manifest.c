@@ -105,6 +105,8 @@ static bool length_fits(uint16_t type, uint32_t length)
         return length > FKV_PROFILE_BYTES;
     case FKV_MANIFEST_RETIRED:
         return length == sizeof(fkv_manifest_retired);
+    case FKV_MANIFEST_VOID:
+        return length == sizeof(fkv_manifest_void);
     default: /* of a later version: passed over */
         return true;
     }
@@ -141,6 +143,11 @@ static bool numbers_fit(uint16_t type, const uint8_t *payload, uint64_t length)
         break;
     case FKV_MANIFEST_RETIRED:
         most = number_at(payload, offsetof(fkv_manifest_retired, last_sequence));
+        break;
+    case FKV_MANIFEST_VOID:
+        most = number_at(payload, offsetof(fkv_manifest_void, epoch));
+        number = number_at(payload, offsetof(fkv_manifest_void, last_sequence));
+        if (number > most) most = number;
         break;
     default:
         break;

@@ -118,6 +118,10 @@ NAMESPACE_TEXT_SHARE: Final = 8
 PROFILE_BYTES_MAX: Final = 64 * KIB
 """A calibration profile: four levels of a thousand layers in eight digits each."""
 
+SEQUENCES_UNSEEN: Final = 1 << 24
+"""Where a handle goes on behind another's tail it leaves so many sequences out: records that the
+other one wrote in vain, and that reach the device after all, have theirs among these."""
+
 PROFILES_MAX: Final = 8
 """Profiles that the log keeps; the ones used last stay. Records need none to be read."""
 

@@ -317,6 +317,9 @@ class Manifest:
                 yield lib.FKV_MANIFEST_FREED, row
         for segment in sorted(state.kills):
             yield from kill_entries(state.kills_of(segment))
+        for segment in sorted(state.voids):
+            for row in state.voids_of(segment):
+                yield lib.FKV_MANIFEST_VOID, row.tobytes()
         for digest, text in state.namespaces.items():
             yield lib.FKV_MANIFEST_NAMESPACE, digest + text
         for digest, text in state.profiles.items():

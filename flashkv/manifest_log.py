@@ -29,6 +29,7 @@ from flashkv.native import dtype_of, ffi, lib, pointer
 from flashkv.superblock import Superblock
 
 KILL: Final = dtype_of("fkv_manifest_kill")
+VOID: Final = dtype_of("fkv_manifest_void")
 _LOST: Final = frozenset((errno.ENOENT, errno.EIO, errno.ENODATA, errno.EUCLEAN, errno.EBADMSG))
 _ROW: Final = dtype_of("fkv_manifest_row")
 _ENTRY_BYTES_USUAL: Final = 48  # a head of 16 and the smallest payload
@@ -45,6 +46,7 @@ class ManifestState:
     kills: dict[int, list[NDArray[Any]]] = field(
         default_factory=dict
     )  # segment -> rows of its epoch
+    voids: dict[int, NDArray[Any]] = field(default_factory=dict)  # segment -> rows of its epoch
     namespaces: dict[bytes, bytes] = field(
         default_factory=dict
     )  # digest -> readable identity, JSON
@@ -58,6 +60,7 @@ class ManifestState:
         self.uuids[segment] = segment_uuid
         self.freed.discard(segment)
         self.kills.pop(segment, None)
+        self.voids.pop(segment, None)
 
     def free(self, segment: int, epoch: int) -> None:
         """All of that epoch is dead."""
@@ -65,6 +68,7 @@ class ManifestState:
             self.epochs[segment] = epoch
             self.freed.add(segment)
             self.kills.pop(segment, None)
+            self.voids.pop(segment, None)
 
     def add_kills(self, rows: NDArray[Any]) -> None:
         """Keeps the rows that name a segment's present epoch."""
@@ -74,6 +78,19 @@ class ManifestState:
             ]
             if len(mine) and segment not in self.freed:
                 self.kills.setdefault(segment, []).append(mine)
+
+    def add_voids(self, rows: NDArray[Any]) -> None:
+        """Keeps the rows that name a segment's present epoch."""
+        for segment in np.unique(rows["segment"]).tolist():
+            mine = rows[
+                (rows["segment"] == segment) & (rows["epoch"] == self.epochs.get(segment, -1))
+            ]
+            if len(mine) and segment not in self.freed:
+                self.voids[segment] = np.concatenate([self.voids_of(segment), mine])
+
+    def voids_of(self, segment: int) -> NDArray[Any]:
+        """Sequences that no record of the segment's present epoch may have: fkv_manifest_void[]."""
+        return self.voids.get(segment, np.zeros(0, VOID))
 
     def infer_epochs(self, rows: NDArray[Any]) -> None:
         """Kills of a later epoch than is known: what began it was lost, they are not."""
@@ -203,6 +220,8 @@ def _apply(state: ManifestState, kind: int, payload: bytes, *, behind_damage: bo
         if behind_damage:
             state.infer_epochs(rows)
         state.add_kills(rows)
+    elif kind == lib.FKV_MANIFEST_VOID:
+        state.add_voids(np.frombuffer(payload, VOID).copy())
     elif kind == lib.FKV_MANIFEST_NAMESPACE:
         state.namespaces[payload[:32]] = payload[32:]
     elif kind == lib.FKV_MANIFEST_PROFILE:

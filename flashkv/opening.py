@@ -19,7 +19,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from flashkv import limits
 from flashkv.blockio import BlockIO
@@ -40,9 +43,16 @@ from flashkv.folder import SEGMENTS, SHARD, SUPERBLOCKS
 from flashkv.geometry import KVGeometry
 from flashkv.index import Index
 from flashkv.manifest import FULL_DISK, Manifest, make_folders, new_uuid, sync_entries
-from flashkv.manifest_log import ManifestState, read_state, read_superblock, whole_superblocks
+from flashkv.manifest_log import (
+    VOID,
+    ManifestState,
+    read_state,
+    read_superblock,
+    whole_superblocks,
+)
 from flashkv.options import Options, parse_bytes
 from flashkv.recovery import RecoveryReport
+from flashkv.segments import Segment
 from flashkv.superblock import Superblock
 
 READ_TRIES: Final = 5
@@ -270,13 +280,30 @@ def open_io(folder: Path, options: Options, files: FileSystem, *, read_only: boo
 def settle_state(
     state: ManifestState, found: RecoveryReport, index: Index, namespace_ids: dict[bytes, int]
 ) -> None:
-    """Lets the log's state be what recovery found: namespaces without blocks leave it, and no
-    sequence that was ever seen is given again.
+    """Lets the log's state be what recovery found: namespaces without blocks leave it, no sequence
+    that was ever seen is given again, and no other one that was given may be seen later.
     """
     seen = [found.last_sequence, *state.retired.values()]
     seen += [int(rows["sequence"].max()) for parts in state.kills.values() for rows in parts]
     state.next_sequence = max(state.next_sequence, max(seen) + 1)
+    if found.bare:
+        state.next_sequence += limits.SEQUENCES_UNSEEN
+    for segment in found.bare:
+        state.voids[segment.number] = _void_rows(segment, state.next_sequence)
     forget_namespaces(state, index, namespace_ids)
+
+
+def _void_rows(segment: Segment, end: int) -> NDArray[Any]:
+    """The sequences below `end` that no record of a segment without a directory has: what a handle
+    before wrote in vain, and then ended, may reach the device after all.
+    """
+    taken = np.unique(segment.rows()[0]["sequence"].astype(np.int64))
+    edges = np.concatenate([[segment.first_sequence - 1], taken, [end]]).astype(np.int64)
+    gaps = (np.diff(edges) > 1).nonzero()[0]
+    rows = np.zeros(len(gaps), VOID)
+    rows["segment"], rows["epoch"] = segment.number, segment.epoch
+    rows["first_sequence"], rows["last_sequence"] = edges[gaps] + 1, edges[gaps + 1] - 1
+    return rows
 
 
 def forget_namespaces(state: ManifestState, index: Index, namespace_ids: dict[bytes, int]) -> None:

@@ -70,6 +70,7 @@ class RecoveryReport:
     manifest_rebuilt: bool = False
     dropped: list[NDArray[Any]] = field(default_factory=list)  # superseded blocks: fkv_dropped rows
     incomplete: list[Segment] = field(default_factory=list)  # parts couldn't be read; no directory
+    bare: list[Segment] = field(default_factory=list)  # live ones without a directory
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,6 +246,7 @@ class Recovery:
         if found is None:
             found = self._scanned(segment)
         found = without_retired(found, self._state.retired)
+        found = without_void(found, self._state.voids_of(segment.number))
         self._index.begin_segment(segment.number, segment.epoch)
         kills = matching_kills(self._state.kills_of(segment.number), found.records)
         ids = np.array([self._namespace_id(digest) for digest in found.namespaces], np.uint32)
@@ -316,6 +318,7 @@ class Recovery:
         """The newest segment is filled on if it has no directory; others get theirs."""
         for segment in unsealed:
             segment.unsynced = True  # what was found there need not be durable yet
+        self.report.bare = unsealed
         live = (each for each in self._segments if each.state is not SegmentState.FREE)
         newest = max(live, key=lambda segment: segment.first_sequence, default=None)
         if newest in unsealed:
@@ -380,7 +383,19 @@ def without_retired(found: Contents, retired: dict[bytes, int]) -> Contents:
     dead = found.records["sequence"] <= ends[found.records["namespace_ordinal"]]
     if not dead.any():
         return found
-    alive = ~dead
+    return _kept(found, ~dead)
+
+
+def without_void(found: Contents, voids: NDArray[Any]) -> Contents:
+    """What is left without records of sequences that were void when a handle went on here."""
+    sequences = found.records["sequence"]
+    alive = np.ones(len(sequences), bool)
+    for row in voids:
+        alive &= (sequences < row["first_sequence"]) | (sequences > row["last_sequence"])
+    return found if alive.all() else _kept(found, alive)
+
+
+def _kept(found: Contents, alive: NDArray[np.bool_]) -> Contents:
     blocks = found.blocks[np.repeat(alive, found.records["block_count"])]
     return Contents(found.records[alive], blocks, found.namespaces, found.next_page)
 

@@ -25,7 +25,7 @@ from flashkv.folder import SEGMENTS, SHARD, SUPERBLOCKS, manifest_name
 from flashkv.index import Index
 from flashkv.manifest_log import ManifestState, read_state
 from flashkv.opening import READ_TRIES
-from flashkv.recovery import matching_kills, segment_files, without_retired
+from flashkv.recovery import matching_kills, segment_files, without_retired, without_void
 from flashkv.superblock import Superblock
 
 from .evidence import QUIET, read_any_log, stand_in
@@ -230,6 +230,7 @@ class StoreView:
             if segment.contents is None or not segment.counts:
                 continue
             found = without_retired(segment.contents, self.state.retired)
+            found = without_void(found, self.state.voids_of(segment.number))
             self._index.begin_segment(segment.number, segment.epoch)
             kills = self.state.kills_of(segment.number)
             kills = matching_kills(kills[kills["epoch"] == segment.epoch], found.records)

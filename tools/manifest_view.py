@@ -26,6 +26,7 @@ ENTRY_NAMES: Final = {
     lib.FKV_MANIFEST_NAMESPACE: "namespace",
     lib.FKV_MANIFEST_RETIRED: "retired",
     lib.FKV_MANIFEST_PROFILE: "profile",
+    lib.FKV_MANIFEST_VOID: "void",
 }
 PAYLOAD_BYTES_MAX: Final = 4096 * int(ffi.sizeof("fkv_manifest_kill"))
 """The longest that is written: a batch of kills; an identity is shorter."""
@@ -38,6 +39,7 @@ _FIXED: Final = {
     lib.FKV_MANIFEST_OPENED: int(ffi.sizeof("fkv_manifest_segment")),
     lib.FKV_MANIFEST_FREED: int(ffi.sizeof("fkv_manifest_segment")),
     lib.FKV_MANIFEST_RETIRED: int(ffi.sizeof("fkv_manifest_retired")),
+    lib.FKV_MANIFEST_VOID: int(ffi.sizeof("fkv_manifest_void")),
 }
 
 
