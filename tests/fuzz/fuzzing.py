@@ -123,7 +123,7 @@ def build(kind: str = "libfuzzer") -> dict[str, Path]:
                 mine = objects[HERE / f"fuzz_{target}.c"]
                 needs = [mine, *own, *([memory] if target in ("page", "scan") else [])]
                 program = str(Path(scratch, target))
-                _run([compiler, *FLAGS, *link, *needs, archive, "-o", program])
+                _run([compiler, *FLAGS, *link, *needs, archive, "-lm", "-o", program])
 
             list(pool.map(link_target, TARGETS))
         folder.mkdir(parents=True, exist_ok=True)
