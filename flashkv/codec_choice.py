@@ -16,12 +16,14 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from flashkv.errors import FlashKVError
 from flashkv.native import address, aligned_array, lib, pointer
 
 AUTO: Final = "auto"
@@ -87,7 +89,9 @@ class CodecChoice:
         return self._codec
 
     def _look(self) -> None:
-        device = self._measure_device()
+        device = None
+        with suppress(OSError, MemoryError, FlashKVError):  # a put doesn't fail for want of a figure
+            device = self._measure_device()
         self._next_look = self._clock() + (RETRY_S if device is None else REST_S)
         if device is None:
             return

@@ -3,6 +3,7 @@
 Invariants
   - only what is stored exactly is converted: a lossy record is never coded again, it would lose
     twice;
+  - what no bound makes smaller stays as it is: nothing is written anew for nothing;
   - a block is there at any time, exact or converted: the new one supersedes the old one;
   - memory is bounded: a batch at a time.
 """
@@ -57,10 +58,11 @@ def convert(
     places = namespace.places(packed)
     found, tokens = places["record"] != NONE, places["tokens"].astype(np.int64)
     statuses = np.where(found, BlockStatus.PRESENT, BlockStatus.MISS).astype(np.uint8)
+    number = namespace.geometry.group_index(group)
     exact = found & (places["fidelity"] == FIDELITIES["exact"])
+    exact &= any(plane.may_be_lossy for plane in namespace.geometry.groups[number].planes)
     known = np.concatenate([[True], np.logical_and.accumulate(found)])  # all before are there
     starts = np.concatenate([[0], tokens.cumsum()])
-    number = namespace.geometry.group_index(group)
     for rows in _batches(exact, tokens, namespace.geometry.token_bytes(number)):
         first = int(rows[0])
         at = position + int(starts[first]) if position is not None and known[first] else None
@@ -101,8 +103,9 @@ def _convert_run(
     with namespace.alone():  # or what is deleted or replaced in between comes back
         read = namespace.get(own, memory, group=group, tokens=counts, min_fidelity="exact").statuses
         ok = read == BlockStatus.OK
-        if not ok.any():
-            return np.array(read, np.uint8)
+        if len(rows) == 1 and not ok[0]:
+            here = namespace.contains(own)[0]  # converted meanwhile
+            return np.array([BlockStatus.PRESENT if here else read[0]], np.uint8)
         if ok.all():
             written = namespace.put(
                 own,
@@ -116,21 +119,9 @@ def _convert_run(
             )
             return np.array(written.statuses, np.uint8)
     # Evicted, damaged or converted meanwhile: the others go on their own.
-    return _each(namespace, keys, parents, rows, tokens, codec, group)
-
-
-def _each(
-    namespace: Namespace,
-    keys: Keys,
-    parents: Keys | None,
-    rows: NDArray[np.int64],
-    tokens: NDArray[np.int64],
-    codec: str,
-    group: int | str,
-) -> NDArray[np.uint8]:
-    """A run of which some can't be read: block by block, at unknown positions."""
+    starts = [None] * len(rows) if position is None else position + counts.cumsum() - counts
     single = [
-        _convert_run(namespace, keys, parents, row[None], tokens, codec, group, None)
-        for row in rows
+        _convert_run(namespace, keys, parents, row[None], tokens, codec, group, start)
+        for row, start in zip(rows, starts, strict=True)
     ]
     return np.concatenate(single)

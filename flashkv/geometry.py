@@ -92,6 +92,13 @@ class Plane:
             )
 
     @property
+    def may_be_lossy(self) -> bool:
+        """Whether lossy codecs code it; they leave other types and roles exact."""
+        floats = (DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32)
+        vectors = (Role.K, Role.V, Role.KV, Role.LATENT, Role.ROPE)
+        return self.dtype in floats and self.role in vectors
+
+    @property
     def elements(self) -> int:
         """Elements of a vector: head_dim."""
         return self.vector_bytes // self.dtype.element_bytes

@@ -151,9 +151,17 @@ class Manifest:
         self.state.namespaces[digest] = identity_json
         self._append([(lib.FKV_MANIFEST_NAMESPACE, digest + identity_json)], sync=True)
 
-    def profile_added(self, digest: bytes, profile_json: bytes) -> None:
-        """A calibration profile, before the first record whose steps come from it."""
-        self.state.add_profile(digest, profile_json)
+    def profile_used(self, digest: bytes, profile_json: bytes, room_bytes: int) -> None:
+        """A calibration profile, before the first record whose steps come from it.
+
+        Logged again where another one was used since: the last ones stay. One without room is not
+        kept; records need none to be read.
+        """
+        if digest in list(self.state.profiles)[-1:]:
+            return
+        self.state.add_profile(digest, profile_json, room_bytes)
+        if digest not in self.state.profiles:
+            return
         self._append([(lib.FKV_MANIFEST_PROFILE, digest + profile_json)], sync=True)
 
     def namespace_retired(self, digest: bytes, last_sequence: int) -> None:

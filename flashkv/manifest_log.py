@@ -106,11 +106,13 @@ class ManifestState:
         """Bytes that the namespaces take in a log, without their heads."""
         return sum(len(text) for text in self.namespaces.values())
 
-    def add_profile(self, digest: bytes, text: bytes) -> None:
-        """Keeps a profile; of too many those go that came first."""
+    def add_profile(self, digest: bytes, text: bytes, room_bytes: int | None = None) -> None:
+        """Keeps a profile; of too many, or too long ones, those go that were used first."""
         self.profiles.pop(digest, None)
         self.profiles[digest] = text
-        while len(self.profiles) > limits.PROFILES_MAX:
+        while len(self.profiles) > limits.PROFILES_MAX or (
+            room_bytes is not None and sum(map(len, self.profiles.values())) > room_bytes
+        ):
             del self.profiles[next(iter(self.profiles))]
 
     def kills_of(self, segment: int) -> NDArray[Any]:

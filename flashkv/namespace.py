@@ -105,6 +105,7 @@ class Namespace:
         """How many leading keys are present.
 
         min_fidelity: "exact", "bounded-1" ... "cold": what is stored less exactly doesn't count.
+        A lease doesn't keep convert() from making it so: give get() the same.
 
         lease_ms: hold them for so long, or until the lease is released; Match.lease is None where
         nothing matched or a limit on leases was reached. Raises OptionsError for a time beyond
@@ -461,7 +462,8 @@ class Namespace:
 
         parents, position  as in put: records know them anew. Where neither is given, each record
                            counts as a sequence's beginning, whose first tokens stay exact.
-        Statuses: as put has them; PRESENT: lossy already; MISS. Raises OptionsError for a codec
+        Statuses: as put has them; PRESENT: lossy already, or of types that no codec makes lossy;
+        MISS. Raises OptionsError for a codec
         that is not lossy, and what put and get do.
         """
         return convert(self, keys, codec, group=group, parents=parents, position=position)

@@ -19,6 +19,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, Final
 
@@ -141,6 +142,7 @@ def _canonical(plain: object) -> bytes:
                 raise OptionsError(
                     f"factors of {name} for {role} must be numbers from 1e-30 to 1e30"
                 )
+    _check_order(levels)
     try:
         text = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, ValueError) as error:
@@ -150,6 +152,20 @@ def _canonical(plain: object) -> bytes:
             "the profile is too long", value=len(text), limit=limits.PROFILE_BYTES_MAX
         )
     return text
+
+
+def _check_order(levels: Mapping[str, Any]) -> None:
+    """Raises OptionsError where a later level is finer than one before: lookups go by the order."""
+    known = [name for name in BOUNDED_LEVELS if name in levels]
+    for (finer, coarser), role in product(pairwise(known), ("k", "v")):
+        pairs = zip(levels[finer][role], levels[coarser][role], strict=True)
+        for layer, (fine, coarse) in enumerate(pairs):
+            if coarse < fine:
+                raise OptionsError(
+                    f"{coarser} is finer than {finer} in layer {layer}",
+                    value=f"a factor of {coarse} for {role}",
+                    limit=f"{fine} or more",
+                )
 
 
 def _factor(value: object) -> bool:

@@ -329,16 +329,12 @@ class Store:
             self.manifest.namespace_added(namespace.digest, namespace.identity_json)
 
     def _register_profile(self, digest: bytes | None) -> None:
-        """Logs the profile that records are to name. Without room they name one that is nowhere:
-        they need none to be read.
-        """
-        profile, state = self.options.profile, self.manifest.state
-        if digest is None or digest in state.profiles or not isinstance(profile, Profile):
-            return
-        room = reserve_of(self.capacity_bytes) // limits.NAMESPACE_TEXT_SHARE
-        if len(profile.json) + sum(map(len, state.profiles.values())) <= room:
+        """Logs the profile that records are to name."""
+        profile = self.options.profile
+        if digest is not None and isinstance(profile, Profile):
+            room = reserve_of(self.capacity_bytes) // limits.NAMESPACE_TEXT_SHARE
             with suppress(StoreError):
-                self.manifest.profile_added(profile.digest, profile.json)
+                self.manifest.profile_used(digest, profile.json, room)
 
     def profiles(self) -> dict[bytes, dict[str, Any]]:
         """The calibration profiles that the store holds, by digest."""

@@ -90,7 +90,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     uint8_t control = take8(&in);
     stripe_shape s = {.mode = FKV_STREAM_CHANNELS_BF16 + control % 8 % 6};
     s.count = 1 + take8(&in) % ROWS_MAX;
-    s.vector_bytes = fkv_mode_element(s.mode) * (1 + take16(&in) % 512u);
+    s.vector_bytes = fkv_bounded_element(s.mode) * (1 + take16(&in) % 512u);
     s.wanted = take8(&in);
     uint32_t first = take8(&in) % 8;
     s.parameters_bytes = fkv_bounded_parameters(s.vector_bytes, s.mode);

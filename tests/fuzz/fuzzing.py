@@ -13,6 +13,7 @@ Invariants
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import os
 import random
@@ -102,9 +103,18 @@ def build(kind: str = "libfuzzer") -> dict[str, Path]:
     command = [compiler, *FLAGS, *compile_, f"-I{ENGINE}", f"-I{HERE}"]
     folder = BUILD / f"{kind}-{_fingerprint([*command, *link, version.stdout])}"
     programs = {target: folder / target for target in TARGETS}
-    if all(program.exists() for program in programs.values()):
-        return programs
     BUILD.mkdir(parents=True, exist_ok=True)
+    with (BUILD / "lock").open("w") as lock:  # of the processes that share the tests one builds
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not all(program.exists() for program in programs.values()):
+            _build(kind, folder, programs, command, [compiler, *FLAGS, *link])
+    return programs
+
+
+def _build(
+    kind: str, folder: Path, programs: dict[str, Path], command: list[str], linker: list[str]
+) -> None:
+    """Makes the programs, in place of those of other sources."""
     for stale in BUILD.glob(f"{kind}-*"):
         shutil.rmtree(stale, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=BUILD) as scratch:
@@ -123,13 +133,12 @@ def build(kind: str = "libfuzzer") -> dict[str, Path]:
                 mine = objects[HERE / f"fuzz_{target}.c"]
                 needs = [mine, *own, *([memory] if target in ("page", "scan") else [])]
                 program = str(Path(scratch, target))
-                _run([compiler, *FLAGS, *link, *needs, archive, "-lm", "-o", program])
+                _run([*linker, *needs, archive, "-lm", "-o", program])
 
             list(pool.map(link_target, TARGETS))
         folder.mkdir(parents=True, exist_ok=True)
         for target, program in programs.items():
             Path(scratch, target).replace(program)
-    return programs
 
 
 def inputs(target: str) -> list[Path]:

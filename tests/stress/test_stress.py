@@ -127,7 +127,7 @@ def build(sanitizer: str) -> Path:
     with ThreadPoolExecutor(2) as pool:
         made = list(pool.map(compile_one, (path for path in files if path.suffix == ".c")))
     fresh = target.with_suffix(".fresh")
-    libraries = ["-luring"] if uring else []
+    libraries = ["-lm", *(["-luring"] if uring else [])]
     subprocess.run([name, *flags, *made, "-o", fresh, *libraries], check=True)
     shutil.rmtree(objects)
     return fresh.rename(target)

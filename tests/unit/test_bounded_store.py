@@ -18,9 +18,19 @@ from flashkv.tools.inspection import StoreView
 from flashkv.tools.record_facts import record_detail, segment_records
 from store_support import BACKENDS, GQA, IDENTITY, crash, open_store, segment_file
 
-from flashkv import BlockStatus, Identity, KVGeometry, MemoryView, Namespace, Options, Store
+from flashkv import (
+    BlockStatus,
+    Identity,
+    KVGeometry,
+    MemoryView,
+    Namespace,
+    Options,
+    Store,
+    limits,
+)
 from flashkv.errors import OptionsError
 from flashkv.native import lib
+from flashkv.profiles import Profile
 
 LOSSY = ("bounded-1", "bounded-2", "bounded-3", "bounded-4", "cold")
 TOKENS, BLOCKS = 32, 12
@@ -366,6 +376,67 @@ def test_conversion_brings_nothing_back(tmp_path: Path, monkeypatch: pytest.Monk
         assert not ns.contains(KEYS).any()
 
 
+@pytest.mark.parametrize("gone", [0, 1, 5])
+def test_a_run_of_which_some_is_gone(tmp_path: Path, gone: int) -> None:
+    """The others keep their positions: only the sequence's first tokens stay exact."""
+    blocks = blocks_of()
+    with open_store(tmp_path / "s") as store:
+        ns = store.namespace(IDENTITY)
+        put(store, blocks)
+        real, calls = Namespace.get, []
+
+        def read(self: Namespace, keys: Any, *arguments: Any, **how: Any) -> Any:
+            if not calls:
+                ns.delete([KEYS[gone]])  # between the look-up and the read
+            calls.append(len(keys))
+            return real(self, keys, *arguments, **how)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Namespace, "get", read)
+            statuses = ns.convert(KEYS, "bounded-2", parents=PARENTS, position=0).statuses
+        assert calls == [BLOCKS] + [1] * BLOCKS
+        expected = [BlockStatus.OK] * BLOCKS
+        expected[gone] = BlockStatus.MISS
+        assert statuses.tolist() == expected
+        out = np.zeros_like(blocks)
+        ns.get(KEYS, out)
+    first = (blocks[..., :4, :] == out[..., :4, :]).reshape(BLOCKS, -1).all(axis=1)
+    assert first.tolist() == [n == 0 and gone != 0 for n in range(BLOCKS)]
+
+
+def test_what_was_converted_meanwhile_is_present(tmp_path: Path) -> None:
+    blocks = blocks_of()
+    with open_store(tmp_path / "s") as store:
+        ns = store.namespace(IDENTITY)
+        put(store, blocks)
+        real, calls = Namespace.get, []
+
+        def read(self: Namespace, *arguments: Any, **how: Any) -> Any:
+            if not calls:
+                calls.append(1)
+                assert ns.convert(KEYS[2:4], "cold").all_ok
+            return real(self, *arguments, **how)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Namespace, "get", read)
+            statuses = ns.convert(KEYS, "bounded-2").statuses
+        expected = [BlockStatus.OK] * BLOCKS
+        expected[2:4] = [BlockStatus.PRESENT] * 2
+        assert statuses.tolist() == expected
+
+
+def test_nothing_is_written_anew_for_nothing(tmp_path: Path) -> None:
+    """No codec makes elements of one byte lossy."""
+    geometry = KVGeometry.gqa(2, 2, 64, "float8_e4m3fn")
+    blocks = np.zeros((BLOCKS, 2, 2, 2, TOKENS, 64), np.uint8)
+    with open_store(tmp_path / "s", geometry) as store:
+        put(store, blocks)
+        before = store.stats().records
+        statuses = store.namespace(IDENTITY).convert(KEYS, "bounded-1").statuses
+        assert (statuses == BlockStatus.PRESENT).all()
+        assert store.stats().records == before
+
+
 # ---- profiles
 
 
@@ -402,6 +473,19 @@ def test_levels_that_a_profile_lacks_need_none(tmp_path: Path) -> None:
     assert all("profile" not in detail.header for detail in details(tmp_path / "s"))
 
 
+def test_the_profile_used_last_stays(tmp_path: Path) -> None:
+    blocks = blocks_of()
+    digests = []
+    for number in (*range(limits.PROFILES_MAX), 0, limits.PROFILES_MAX):
+        profile = {**PROFILE, "model": f"model {number}"}
+        with open_store(tmp_path / "s", codec="bounded-2", profile=profile) as store:
+            put(store, blocks, replace=True)
+            digests.append(Profile.load(profile).digest)
+            kept = list(store.profiles())
+    assert len(kept) == limits.PROFILES_MAX
+    assert kept == [*digests[2:-2], digests[0], digests[-1]]
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -414,6 +498,12 @@ def test_levels_that_a_profile_lacks_need_none(tmp_path: Path) -> None:
         {"levels": {"bounded-1": {"v": [1, 1]}}},
         {"levels": {"bounded-1": {"k": [1.0, 10**400], "v": [1, 1]}}},
         {"levels": []},
+        {
+            "levels": {
+                "bounded-1": {"k": [0.1, 0.5], "v": [0.2, 0.8]},
+                "bounded-3": {"k": [0.2, 0.4], "v": [0.2, 0.8]},
+            }
+        },
         {"note": "x" * 70000},
     ],
 )

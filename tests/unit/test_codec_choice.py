@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from store_support import open_store
 
-from flashkv import Identity, KVGeometry, Options
+from flashkv import Identity, KVGeometry, Options, StoreError
 from flashkv.codec_choice import (
     PROBE_BYTES,
     REST_S,
@@ -73,6 +73,15 @@ def test_what_was_chosen_stays_while_the_figures_are_close() -> None:
     assert bench.later(choice, 1.6 * GB) == "fast"  # 1.12 times: not enough to go back
     assert bench.later(choice, 1.4 * GB) == "lossless"  # 0.98 times
     assert choice.facts()["changes"] == 2
+
+
+@pytest.mark.parametrize("error", [OSError(5, "no"), MemoryError(), StoreError("closed")])
+def test_a_put_does_not_fail_for_want_of_a_figure(error: Exception) -> None:
+    def measure() -> float:
+        raise error
+
+    choice = CodecChoice("auto", measure, dict, lambda: 1.0)
+    assert choice.current() == "lossless"
 
 
 def test_it_is_not_measured_at_every_put() -> None:
