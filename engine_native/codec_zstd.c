@@ -6,9 +6,9 @@
  *                     floats the lower byte is noise, and the upper one compresses better without it
  *
  * Invariants
- *  - a frame is one of today's format (old ones, which zstd still reads, are refused) and gives
- *    exactly as many bytes as its place says; the decompressor writes nowhere else and takes no
- *    memory that a frame asks for;
+ *  - a frame is one of today's format (old ones, which zstd still reads, are refused), fills its
+ *    place alone and gives exactly as many bytes as that says; the decompressor writes nowhere else
+ *    and takes no memory that a frame asks for;
  *  - zstd's own memory is the only memory here that doesn't come from allocate.h.
  */
 #include "codec_zstd.h"
@@ -19,7 +19,7 @@
 #define LEVEL 1 /* higher ones cost a multiple of the time for some per mille */
 static const uint8_t magic[4] = {0x28, 0xB5, 0x2F, 0xFD};
 
-/* zstd's simple interface, which has not changed since 1.0. */
+/* zstd's simple interface, which has not changed since 1.4. */
 typedef struct {
     void *(*compressor_new)(void);
     size_t (*compressor_free)(void *);
@@ -27,6 +27,7 @@ typedef struct {
     void *(*decompressor_new)(void);
     size_t (*decompressor_free)(void *);
     size_t (*decompress)(void *, void *, size_t, const void *, size_t);
+    size_t (*frame_bytes)(const void *, size_t);
     unsigned (*is_error)(size_t);
 } zstd_functions;
 
@@ -50,6 +51,7 @@ static void look(void)
             && look_up(library, "ZSTD_createDCtx", &zstd.decompressor_new)
             && look_up(library, "ZSTD_freeDCtx", &zstd.decompressor_free)
             && look_up(library, "ZSTD_decompressDCtx", &zstd.decompress)
+            && look_up(library, "ZSTD_findFrameCompressedSize", &zstd.frame_bytes)
             && look_up(library, "ZSTD_isError", &zstd.is_error);
 }
 
@@ -97,6 +99,7 @@ static bool frame_get(fkv_zstd *z, const uint8_t *in, uint32_t stored, uint8_t *
                       uint32_t length)
 {
     if (stored < sizeof magic || memcmp(in, magic, sizeof magic)) return false;
+    if (zstd.frame_bytes(in, stored) != stored) return false; /* the decompressor takes several */
     return zstd.decompress(z->decompressor, out, length, in, stored) == length;
 }
 

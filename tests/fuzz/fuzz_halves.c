@@ -9,7 +9,7 @@
  */
 #include "fuzz_rows.h"
 
-#define STRIPE_MAX (4 * FKV_PAGE_BYTES) /* more than any stripe whose fixed part fits a page */
+#define STRIPE_MAX (16 * FKV_PAGE_BYTES) /* more than the values of a page take, all escaped */
 
 static bool is_short(uint32_t mode)
 {

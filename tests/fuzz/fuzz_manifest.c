@@ -18,6 +18,7 @@ static bool given(const fkv_manifest_entry *e, const uint8_t *payload)
     fkv_manifest_segment segment;
     fkv_manifest_retired retired;
     fkv_manifest_kill kill;
+    fkv_manifest_void gone;
     switch (e->type) {
     case FKV_MANIFEST_BEGIN:
         memcpy(&begin, payload, sizeof begin);
@@ -29,6 +30,9 @@ static bool given(const fkv_manifest_entry *e, const uint8_t *payload)
     case FKV_MANIFEST_RETIRED:
         memcpy(&retired, payload, sizeof retired);
         return retired.last_sequence < end;
+    case FKV_MANIFEST_VOID:
+        memcpy(&gone, payload, sizeof gone);
+        return gone.epoch < end && gone.last_sequence < end;
     case FKV_MANIFEST_KILL:
         for (uint32_t at = 0; at < e->length_bytes; at += sizeof kill) {
             memcpy(&kill, payload + at, sizeof kill);
@@ -51,9 +55,10 @@ static uint64_t plain(const uint8_t *log, uint64_t length, fkv_manifest_row *row
         memcpy(&e, log + at, sizeof e);
         uint64_t end = at + 16 + e.length_bytes;
         bool fits = e.type == 1 || e.type == 2 || e.type == 3 ? e.length_bytes == 32
-                    : e.type == 4 ? e.length_bytes > 0 && e.length_bytes % 32 == 0
-                    : e.type == 5 ? e.length_bytes > 32
-                                  : e.type != 6 || e.length_bytes == 40;
+                    : e.type == 4                ? e.length_bytes > 0 && e.length_bytes % 32 == 0
+                    : e.type == 5 || e.type == 7 ? e.length_bytes > 32
+                    : e.type == 8                ? e.length_bytes == 32
+                                                 : e.type != 6 || e.length_bytes == 40;
         if (e.reserved || e.ordinal < least || e.ordinal >= least + length || end > length || !fits
             || fkv_crc32c(seed, log + at + 4, end - at - 4) != e.crc) {
             damaged = true;

@@ -104,6 +104,8 @@ def lying_frames() -> Iterator[tuple[str, bytes]]:
     yield "a window of 2 GiB", b"\x28\xb5\x2f\xfd\x00\xa8" + good[6:]
     yield "of zstd 0.7", b"\x27" + good[1:]
     yield "skippable", b"\x50\x2a\x4d\x18\x04\x00\x00\x00abcd" + good
+    yield "two of them", frame_with(bytes(500)) + frame_with(bytes(500))
+    yield "one behind it", good + b"\x50\x2a\x4d\x18\x04\x00\x00\x00abcd"
     yield "no frame", b"\0" * 40
     yield "a dictionary", b"\x28\xb5\x2f\xfd\x21\x07" + good[5:]
 
