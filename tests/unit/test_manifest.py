@@ -27,7 +27,7 @@ from flashkv.checksums import with_crc
 from flashkv.filesystem import FileSystem
 from flashkv.folder import SUPERBLOCKS, is_own_file
 from flashkv.manifest import Manifest
-from flashkv.manifest_log import KILL, ManifestState, read_state, read_superblock
+from flashkv.manifest_log import KILL, VOID, ManifestState, read_state, read_superblock
 from flashkv.superblock import Superblock
 
 UUID = bytes(range(16))
@@ -55,6 +55,7 @@ def facts(state: ManifestState) -> dict[str, Any]:
             for segment in state.kills
             if len(state.kills_of(segment))
         },
+        "voids": {segment: rows.tobytes() for segment, rows in state.voids.items()},
         "namespaces": dict(state.namespaces),
         "retired": dict(state.retired),
     }
@@ -160,6 +161,25 @@ def test_epochs_and_kills(folder: Path, log: Manifest) -> None:
     state = reread(folder)
     assert state.freed == set()
     assert state.epochs == {0: 2, 1: 1}
+
+
+def test_void_sequences(folder: Path, log: Manifest) -> None:
+    """They last as long as their segment's epoch, through logs that are begun anew."""
+    for segment in (0, 1):
+        log.segment_opened(segment, 1, b"a" * 16)
+    rows = np.zeros(3, VOID)
+    rows["segment"], rows["epoch"] = (0, 0, 1), (1, 1, 7)  # the last one of no epoch that is
+    rows["first_sequence"], rows["last_sequence"] = (3, 9, 1), (4, 20, 30)
+    log.state.add_voids(rows)
+    log.checkpoint()
+    assert reread(folder).voids_of(0).tolist() == rows[:2].tolist()
+    assert facts(reread(folder)) == facts(log.state)
+    assert len(reread(folder).voids_of(1)) == 0
+    log.segments_freed({0: 1}, kills())
+    assert reread(folder).voids == {}
+    log.segment_opened(0, 2, b"b" * 16)
+    log.state.add_voids(rows)
+    assert log.state.voids == {}
 
 
 def test_namespaces(folder: Path, log: Manifest) -> None:
