@@ -189,7 +189,7 @@ for option in ([], ["--verify"], ["--segment", "0"], ["--key", "k000001"]):
 assert not events, events
 """
     done = subprocess.run(
-        [sys.executable, "-c", script, str(template)],
+        [sys.executable, "-B", "-c", script, str(template)],
         capture_output=True,
         text=True,
         timeout=60,

@@ -214,7 +214,7 @@ assert not events, events
 """
     before = snapshot(store)
     done = subprocess.run(
-        [sys.executable, "-c", script, str(store)],
+        [sys.executable, "-B", "-c", script, str(store)],
         capture_output=True,
         text=True,
         timeout=60,
