@@ -118,9 +118,14 @@ NAMESPACE_TEXT_SHARE: Final = 8
 PROFILE_BYTES_MAX: Final = 64 * KIB
 """A calibration profile: four levels of a thousand layers in eight digits each."""
 
-SEQUENCES_UNSEEN: Final = 1 << 24
+SEQUENCES_UNSEEN: Final = 1 << 32
 """Where a handle goes on behind another's tail it leaves so many sequences out: records that the
-other one wrote in vain, and that reach the device after all, have theirs among these."""
+other one wrote in vain, and that reach the device after all, have theirs among these. Those of 2^30
+such openings are below 2^62."""
+
+UNSURE_DIRECTORIES: Final = 2 * (SEALING_MAX + 1)
+"""Newest sealed segments whose directories may not be durable: those that wait for a sync together,
+and those that got theirs behind the sync before."""
 
 PROFILES_MAX: Final = 8
 """Profiles that the log keeps; the ones used last stay. Records need none to be read."""

@@ -236,19 +236,34 @@ class Manifest:
         self.bytes_written += len(data) + limits.PAGE_BYTES
         self._remove_old(generation)
 
-    def make_durable(self, generation: int) -> None:
-        """Makes a log that was found durable, and its name. Raises StoreError."""
+    @property
+    def behind(self) -> bool:
+        """Whether no log has the state: the next entry begins one."""
+        return self._uncertain
+
+    def adopt(self, generation: int) -> bool:
+        """Makes a log durable that was found behind the one that superblocks name, and lets one
+        name it: a handle came no further. Few file systems need room for that; where there is
+        none, False, and what only that log says is owed. Raises StoreError.
+        """
         files, path = self._files, self.folder / manifest_name(generation)
         try:
-            if files.is_file(path):
-                fd = files.open(path, os.O_RDWR | os.O_NOFOLLOW)
-                try:
-                    files.sync(fd)
-                finally:
-                    files.close(fd)
+            fd = files.open(path, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                files.sync(fd)
+            finally:
+                files.close(fd)
+            # Named anew: that handle's sync of its name may have failed, and is never repeated.
+            files.rename(path, self.folder / NEW_LOG)
+            files.rename(self.folder / NEW_LOG, path)
             files.sync_folder(self.folder)
+            self._point_to(generation)
         except OSError as error:
-            raise StoreError(f"can't make {path.name} durable: {error}") from error
+            if error.errno not in FULL_DISK:
+                raise StoreError(f"can't make {path.name} durable: {error}") from error
+            self._owes_kills = True
+            return False
+        return True
 
     def _new_log(self, generation: int, data: bytes) -> int:
         """The new log's descriptor; a superblock points to it. Raises OSError.
@@ -259,13 +274,16 @@ class Manifest:
         """
         files, new = self._files, self.folder / NEW_LOG
         before = self.folder / manifest_name(generation - 2)
-        if files.free_bytes(self.folder) > limits.MIB or not files.is_file(before):
+        spare = files.is_file(before)
+        begun = files.is_file(new)  # by a try that had taken one over, and came no further
+        if files.free_bytes(self.folder) > limits.MIB or not (spare or begun):
             try:
                 return self._written_log(generation, data, os.O_CREAT | os.O_TRUNC)
             except OSError as error:
-                if error.errno not in FULL_DISK or not files.is_file(before):
+                if error.errno not in FULL_DISK or not spare:
                     raise
-        files.rename(before, new)
+        if spare:
+            files.rename(before, new)
         fd = files.open(new, os.O_RDWR | os.O_NOFOLLOW)
         try:
             files.write(fd, bytes(files.length_bytes(fd)))  # its entries must not follow the new

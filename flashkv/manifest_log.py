@@ -223,7 +223,10 @@ def _apply(state: ManifestState, kind: int, payload: bytes, *, behind_damage: bo
             state.infer_epochs(rows)
         state.add_kills(rows)
     elif kind == lib.FKV_MANIFEST_VOID:
-        state.add_voids(np.frombuffer(payload, VOID).copy())
+        rows = np.frombuffer(payload, VOID).copy()
+        if behind_damage:
+            state.infer_epochs(rows)
+        state.add_voids(rows)
     elif kind == lib.FKV_MANIFEST_NAMESPACE:
         state.namespaces[payload[:32]] = payload[32:]
     elif kind == lib.FKV_MANIFEST_PROFILE:

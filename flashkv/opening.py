@@ -281,27 +281,30 @@ def settle_state(
     state: ManifestState, found: RecoveryReport, index: Index, namespace_ids: dict[bytes, int]
 ) -> None:
     """Lets the log's state be what recovery found: namespaces without blocks leave it, no sequence
-    that was ever seen is given again, and no other one that was given may be seen later.
+    that was ever seen is given again, and none that was given and not seen counts later.
     """
     seen = [found.last_sequence, *state.retired.values()]
     seen += [int(rows["sequence"].max()) for parts in state.kills.values() for rows in parts]
     state.next_sequence = max(state.next_sequence, max(seen) + 1)
     if found.bare:
         state.next_sequence += limits.SEQUENCES_UNSEEN
-    for segment in found.bare:
-        state.voids[segment.number] = _void_rows(segment, state.next_sequence)
+    for number in found.sure:
+        state.voids.pop(number, None)
+    for number, (epoch, taken) in found.taken.items():
+        state.voids[number] = _void_rows(number, epoch, taken, state.next_sequence)
     forget_namespaces(state, index, namespace_ids)
 
 
-def _void_rows(segment: Segment, end: int) -> NDArray[Any]:
-    """The sequences below `end` that no record of a segment without a directory has: what a handle
-    before wrote in vain, and then ended, may reach the device after all.
+def _void_rows(number: int, epoch: int, taken: NDArray[Any], end: int) -> NDArray[Any]:
+    """The sequences up to `end` that no record of a segment has: what a handle before wrote there in
+    vain, and then ended, may reach the device after all.
+
+    All below the first as well: a segment begins behind the sequences of the batch that opened it.
     """
-    taken = np.unique(segment.rows()[0]["sequence"].astype(np.int64))
-    edges = np.concatenate([[segment.first_sequence - 1], taken, [end]]).astype(np.int64)
+    edges = np.concatenate([[0], np.unique(taken.astype(np.int64)), [end]]).astype(np.int64)
     gaps = (np.diff(edges) > 1).nonzero()[0]
     rows = np.zeros(len(gaps), VOID)
-    rows["segment"], rows["epoch"] = segment.number, segment.epoch
+    rows["segment"], rows["epoch"] = number, epoch
     rows["first_sequence"], rows["last_sequence"] = edges[gaps] + 1, edges[gaps + 1] - 1
     return rows
 
@@ -320,23 +323,31 @@ def begin_log(
 ) -> Manifest:
     """A writer's own log: the state, compacted, with the present capacity.
 
-    On a full disk it is begun with the first entry that finds room; till then the present one,
-    made durable, is what a crash leaves. Where no superblock names the present one, that of a
-    handle which came no further, its name may not be durable: the new one takes its place, and the
-    log that is named stays. Raises StoreError.
+    On a full disk it is begun with the first entry that finds room; till then the present one is
+    what a crash leaves. Where no superblock names that one, which a handle made that came no
+    further, its name may not be durable: the new one takes its place, or it is adopted.
+    Raises StoreError.
     """
     blocks, _ = whole_superblocks(folder, files)
     named = max((b.manifest_generation for b in blocks), default=block.manifest_generation)
     begun = replace(block, capacity_bytes=capacity_bytes, manifest_generation=named)
     manifest = Manifest(folder, begun, state, files)
+    if not _begun(manifest) and block.manifest_generation > named:
+        if manifest.adopt(block.manifest_generation):
+            _begun(manifest)  # in the room of the log before
+    return manifest
+
+
+def _begun(manifest: Manifest) -> bool:
+    """Whether there was room for a log. Raises StoreError where something else was in the way."""
     try:
         manifest.checkpoint()
     except StoreError as error:
         cause = error.__cause__
         if not (isinstance(cause, OSError) and cause.errno in FULL_DISK):
             raise
-        manifest.make_durable(block.manifest_generation)
-    return manifest
+        return False
+    return True
 
 
 Clock = Callable[[], int]

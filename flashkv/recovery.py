@@ -70,6 +70,10 @@ class RecoveryReport:
     manifest_rebuilt: bool = False
     dropped: list[NDArray[Any]] = field(default_factory=list)  # superseded blocks: fkv_dropped rows
     incomplete: list[Segment] = field(default_factory=list)  # parts couldn't be read; no directory
+    taken: dict[int, tuple[int, NDArray[Any]]] = field(
+        default_factory=dict
+    )  # live segments whose directory may not be durable: epoch, sequences of their records
+    sure: list[int] = field(default_factory=list)  # the other live ones
     bare: list[Segment] = field(default_factory=list)  # live ones without a directory
 
 
@@ -108,6 +112,7 @@ class Recovery:
         self._files = files
         self._writable = writable
         self._digest_bytes = digest_bytes
+        self._taken: dict[int, tuple[int, NDArray[Any]]] = {}  # as report.taken, of all
         self._headless: set[int] = set()  # segments whose header the device couldn't read
         self._unsure: set[int] = set()  # ... or another part; or with a footer, and no directory
 
@@ -230,6 +235,7 @@ class Recovery:
         freed = segment.number in self._state.freed and known == header.epoch
         if header.epoch < known or freed:
             return False
+        self.report.last_sequence = max(self.report.last_sequence, header.first_sequence - 1)
         if header.epoch > known:  # the log was lost, not the segment
             self._state.opened(segment.number, header.epoch, header.segment_uuid)
         if not any(self._state.uuids.get(segment.number, b"")):
@@ -245,8 +251,9 @@ class Recovery:
         sealed = found is not None
         if found is None:
             found = self._scanned(segment)
-        found = without_retired(found, self._state.retired)
         found = without_void(found, self._state.voids_of(segment.number))
+        self._taken[segment.number] = segment.epoch, found.records["sequence"].copy()
+        found = without_retired(found, self._state.retired)
         self._index.begin_segment(segment.number, segment.epoch)
         kills = matching_kills(self._state.kills_of(segment.number), found.records)
         ids = np.array([self._namespace_id(digest) for digest in found.namespaces], np.uint32)
@@ -319,6 +326,10 @@ class Recovery:
         for segment in unsealed:
             segment.unsynced = True  # what was found there need not be durable yet
         self.report.bare = unsealed
+        sealed = self._segments.in_state(SegmentState.SEALED)
+        unsure = [*unsealed, *sealed[-limits.UNSURE_DIRECTORIES :]]
+        self.report.taken = {each.number: self._taken[each.number] for each in unsure}
+        self.report.sure = [each.number for each in sealed[: -limits.UNSURE_DIRECTORIES]]
         live = (each for each in self._segments if each.state is not SegmentState.FREE)
         newest = max(live, key=lambda segment: segment.first_sequence, default=None)
         if newest in unsealed:
@@ -388,10 +399,14 @@ def without_retired(found: Contents, retired: dict[bytes, int]) -> Contents:
 
 def without_void(found: Contents, voids: NDArray[Any]) -> Contents:
     """What is left without records of sequences that were void when a handle went on here."""
+    if not len(voids):
+        return found
     sequences = found.records["sequence"]
-    alive = np.ones(len(sequences), bool)
-    for row in voids:
-        alive &= (sequences < row["first_sequence"]) | (sequences > row["last_sequence"])
+    # Rows may overlap where a log was damaged.
+    firsts = np.sort(voids["first_sequence"])
+    lasts = np.maximum.accumulate(voids["last_sequence"][np.argsort(voids["first_sequence"])])
+    at = np.searchsorted(firsts, sequences, "right")
+    alive = (at == 0) | (sequences > lasts[np.maximum(at, 1) - 1])
     return found if alive.all() else _kept(found, alive)
 
 

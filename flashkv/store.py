@@ -57,7 +57,7 @@ from flashkv.records import OPAQUE_RECORD_BYTES, RecordLimits
 from flashkv.recovery import Recovery
 from flashkv.segment_reader import SegmentReader
 from flashkv.segment_writer import SegmentWriter
-from flashkv.segments import Segments, decode_header
+from flashkv.segments import Segments, SegmentState, decode_header
 from flashkv.space import Space
 from flashkv.stats import Counters, Stats
 from flashkv.tickets import Client, Lanes, Milestone
@@ -210,6 +210,9 @@ class Store:
         self.manifest: Manifest = opening.begin_log(
             self._folder, self.superblock, state, self.capacity_bytes, files
         )
+        if self.manifest.behind:  # what it says of a tail is not logged: nothing is filled on
+            for segment in self.segments.in_state(SegmentState.OPEN):
+                segment.state = SegmentState.CLOSED
         self.staging = Staging(int(options.staging_bytes))
         self.codec_choice = CodecChoice(
             options.codec, self.segments.read_speed, lambda: decoder_speeds(self.io.workers)

@@ -58,11 +58,18 @@ def end_process(store: Store) -> None:
         store._stop()
 
 
-def after_power_cut(workload: Workload, *, kept: bool) -> dict[bytes, int]:
-    """What the store shows if power fails now. kept: all that isn't durable is there; or none."""
+def after_power_cut(
+    workload: Workload, *, kept: bool, failed: bool | None = None
+) -> dict[bytes, int]:
+    """What the store shows if power fails now. kept: all that isn't durable is there; or none.
+
+    failed: the same of what failed before; as `kept` where it isn't given.
+    """
     replay = Replay(workload.files, workload.device.events())
     while replay.position < len(replay.events):
         replay.step()
     with scratch() as folder, fresh(folder) as root:
-        write_tree(replay.image(dict.fromkeys(replay.pending(), KEPT) if kept else {}), root)
+        failed = kept if failed is None else failed
+        there = [each for each in replay.pending() if (failed if each.doubtful else kept)]
+        write_tree(replay.image(dict.fromkeys(there, KEPT)), root)
         return check_image(root / "store", workload.versions)
