@@ -191,6 +191,11 @@ typedef struct {
     uint16_t prices[BOUNDED_CODES * BOUNDED_VALUES_MAX];
 } chooser;
 
+/* A channel's step is at most so many times the deviation of what prediction leaves: numbers lie
+ * halfway between steps, so beyond that half a step is more than their own size, and saves no bit. */
+#define DEVIATIONS_MAX 1.2f
+#define STEP_LEAST 0.0625f /* of the stream's step: what is finer doesn't show beside the others */
+
 /* Channels of a stream share one step: a query's products mind the error, not what it is a part of.
  * Tokens have their own: those of small values are those that attention dwells on. */
 static float wished_step(const bounded_wish *wish, float variance, float range)
@@ -206,12 +211,31 @@ static void resolve(bounded_wish *wish, float unit)
     if (!(wish->factor >= 0.0f)) wish->factor = 0.0f;
 }
 
+/* Of a channel's neighbouring tokens; 0 where it is below. */
+static float correlation_of(const chooser *s, uint32_t c)
+{
+    const float *squares = s->sums + s->width, *products = squares + s->width;
+    float found = squares[c] > 0.0f ? products[c] / squares[c] : 0.0f;
+    return found > 0.0f ? found : 0.0f;
+}
+
+/* The step of a channel for which `step` was wished; its middle is so many steps that they can be
+ * told. */
+static float channel_step(float step, float variance, float middle, float correlation, float carry)
+{
+    const float r = correlation < 1.0f ? correlation : 1.0f;
+    const float most = DEVIATIONS_MAX * sqrtf(variance * (1.0f - 2.0f * carry * r + carry * carry));
+    float least = fabsf(middle) / (CHANNEL_MIDDLE_MAX / 2);
+    if (least < step * STEP_LEAST) least = step * STEP_LEAST;
+    if (most > least) least = most;
+    return step < least ? step : least;
+}
+
 /* Steps and carries of channels; false where no number stands for them. */
 static bool choose_channels(chooser *s)
 {
     const uint32_t width = s->width;
-    const float *mean = s->sums, *squares = mean + width, *products = squares + width,
-                *least = products + width, *greatest = least + width;
+    const float *squares = s->sums + width, *least = squares + 2 * width, *greatest = least + width;
     int32_t base = -BOUNDED_EXPONENT_MAX + DELTA_MAX;
     int16_t exponents[BOUNDED_VALUES_MAX];
     float total = 0.0f, channels = 0.0f;
@@ -226,6 +250,11 @@ static bool choose_channels(chooser *s)
         if (s->nothing[c]) continue;
         float variance = squares[c] / (float)s->coded;
         float step = wished_step(s->wish, variance, greatest[c] - least[c]);
+        float r = correlation_of(s, c), share = r * 8.0f + 0.5f;
+        s->carry[c] = (uint8_t)(share < CARRY_MAX ? share : CARRY_MAX);
+        s->plan.carry[c] = (float)s->carry[c] / 8.0f;
+        if (s->wish->factor > 0.0f)
+            step = channel_step(step, variance, s->sums[c], r, s->plan.carry[c]);
         exponents[c] = (int16_t)fkv_bounded_exponent(step);
         if (exponents[c] > base) base = exponents[c];
     }
@@ -235,10 +264,6 @@ static bool choose_channels(chooser *s)
         int32_t delta = base - exponents[c];
         s->delta[c] = (uint8_t)(delta < DELTA_MAX ? delta : DELTA_MAX);
         float step = fkv_bounded_step(base - s->delta[c]);
-        float share = squares[c] > 0.0f ? products[c] / squares[c] * 8.0f + 0.5f : 0.0f;
-        share = share > 0.0f ? share : 0.0f;
-        s->carry[c] = (uint8_t)(share < CARRY_MAX ? share : CARRY_MAX);
-        s->plan.carry[c] = (float)s->carry[c] / 8.0f;
         s->plan.step[c] = s->plan.divisor[c] = step;
     }
     return true;

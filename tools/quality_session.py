@@ -18,7 +18,7 @@ from .bench_quality import LEVELS, POSITIONS, PREFIX_TOKENS, measure, read_profi
 from .bench_quality import Text as StoredText
 from .bench_sets import BenchError
 from .machine import machine_facts
-from .quality_calibrate import make_profile, proportions, sensitivities
+from .quality_calibrate import Trial, make_profile, proportions, sensitivities
 from .quality_texts import Text, calibration_text, report_texts
 
 if TYPE_CHECKING:
@@ -116,11 +116,12 @@ def run_calibration(settings: QualitySettings, step: Say) -> dict[str, Any]:
         def probe(changed: Any) -> float:
             return float(subject.compare(exact, tokens, changed).kl.mean())
 
-        def bits(factors: Mapping[str, Any]) -> float:
+        def attempt(factors: Mapping[str, Any]) -> Trial:
             level = {name: [float(value) for value in row] for name, row in factors.items()}
             profile = {"model": "", "layers": len(kv), "levels": {LEVELS[0]: level}}
             text = StoredText(tokens, kv, exact)
-            return through_store(settings.path, subject, text, LEVELS[0], profile).bits
+            loaded = through_store(settings.path, subject, text, LEVELS[0], profile)
+            return Trial(loaded.bits, lambda: probe(loaded.kv))
 
         cost = sensitivities(kv, probe, step)
-        return make_profile(settings.model_name, proportions(cost), bits, step)
+        return make_profile(settings.model_name, proportions(cost), attempt, step)
