@@ -90,7 +90,7 @@ class CodecChoice:
 
     def _look(self) -> None:
         device = None
-        with suppress(OSError, MemoryError, FlashKVError):  # a put doesn't fail for want of a figure
+        with suppress(OSError, MemoryError, FlashKVError):  # no put fails for want of a figure
             device = self._measure_device()
         self._next_look = self._clock() + (RETRY_S if device is None else REST_S)
         if device is None:

@@ -52,7 +52,6 @@ from flashkv.manifest_log import (
 )
 from flashkv.options import Options, parse_bytes
 from flashkv.recovery import RecoveryReport
-from flashkv.segments import Segment
 from flashkv.superblock import Superblock
 
 READ_TRIES: Final = 5
@@ -296,10 +295,10 @@ def settle_state(
 
 
 def _void_rows(number: int, epoch: int, taken: NDArray[Any], end: int) -> NDArray[Any]:
-    """The sequences up to `end` that no record of a segment has: what a handle before wrote there in
-    vain, and then ended, may reach the device after all.
+    """The sequences up to `end` that no record of a segment has: what a handle before wrote there
+    in vain, and then ended, may reach the device after all.
 
-    All below the first as well: a segment begins behind the sequences of the batch that opened it.
+    Those below the first too: a segment begins behind the sequences of the batch that opened it.
     """
     edges = np.concatenate([[0], np.unique(taken.astype(np.int64)), [end]]).astype(np.int64)
     gaps = (np.diff(edges) > 1).nonzero()[0]
@@ -332,9 +331,9 @@ def begin_log(
     named = max((b.manifest_generation for b in blocks), default=block.manifest_generation)
     begun = replace(block, capacity_bytes=capacity_bytes, manifest_generation=named)
     manifest = Manifest(folder, begun, state, files)
-    if not _begun(manifest) and block.manifest_generation > named:
-        if manifest.adopt(block.manifest_generation):
-            _begun(manifest)  # in the room of the log before
+    full = not _begun(manifest)
+    if full and block.manifest_generation > named and manifest.adopt(block.manifest_generation):
+        _begun(manifest)  # in the room of the log before
     return manifest
 
 

@@ -170,4 +170,4 @@ def _check_order(levels: Mapping[str, Any]) -> None:
 def _factor(value: object) -> bool:
     """Whether steps can be this, or this times a deviation; float32 has it."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and 1e-30 <= value <= 1e30  # type: ignore[operator,no-any-return]
+    return number and 1e-30 <= value <= 1e30  # type: ignore[operator]

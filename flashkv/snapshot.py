@@ -7,7 +7,7 @@ Invariants
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from flashkv import limits
@@ -30,8 +30,7 @@ def snapshot(store: Store, tickets_inflight: int, namespaces: int) -> Stats:
     counters = store.counters
     accepted_records = writer.record_bytes_written
     total = io["written_bytes"] + (store.manifest.bytes_written if writing else 0)
-    report = asdict(replace(store.recovery, dropped=[]))
-    report.pop("dropped")
+    report = {name: n for name, n in vars(store.recovery).items() if isinstance(n, int)}
     return Stats(
         backend=store.io.backend_name,
         direct_io=store.io.direct_io,

@@ -19,7 +19,7 @@ from flashkv import Identity, KVGeometry, Options
 path, hard = sys.argv[1], int(sys.argv[2])
 resource.setrlimit(resource.RLIMIT_NOFILE, (min(64, hard), hard))
 store = flashkv.open(path, capacity="256MiB", geometry=KVGeometry.opaque(1 << 18),
-                     options=Options(segment_bytes="4MiB"))
+                     options=Options(segment_bytes="4MiB", codec="raw"))
 blocks = store.namespace(Identity(model="m"))
 data = np.zeros((12, 1 << 18), np.uint8)
 for i in range(60):

@@ -87,7 +87,7 @@ def test_no_room_for_the_next_log(monkeypatch: pytest.MonkeyPatch, kind: str) ->
 
 
 def test_a_sync_that_failed_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first handle's, of the folder: a later one that succeeds says nothing of what was lost."""
+    """Of the folder, by the first handle: the next sync succeeds, whatever that one lost."""
     with small_store() as workload:
         delete_in_vain(workload, monkeypatch, failing_sync=True)
         monkeypatch.setattr(SimFiles, "open", open_on_a_full_disk)

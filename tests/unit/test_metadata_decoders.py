@@ -33,6 +33,8 @@ FITS: dict[int, Callable[[int], bool]] = {
     lib.FKV_MANIFEST_KILL: lambda n: n > 0 and n % 32 == 0,
     lib.FKV_MANIFEST_NAMESPACE: lambda n: n > 32,
     lib.FKV_MANIFEST_RETIRED: lambda n: n == 40,
+    lib.FKV_MANIFEST_PROFILE: lambda n: n > 32,
+    lib.FKV_MANIFEST_VOID: lambda n: n == 32,
 }
 
 
@@ -51,7 +53,7 @@ def model(log: bytes) -> list[Row]:
             at += 8
             continue
         payload = log[at + HEAD.size : end]
-        offsets = {1: (16, 24), 2: (8,), 3: (8,), 6: (32,)}.get(kind, ())
+        offsets = {1: (16, 24), 2: (8,), 3: (8,), 6: (32,), 8: (8, 24)}.get(kind, ())
         if kind == 4:
             offsets = tuple(row + to for row in range(0, length, 32) for to in (8, 16))
         if any(int.from_bytes(payload[to : to + 8], "little") >> 62 for to in offsets):
@@ -71,8 +73,9 @@ def walked(log: bytes) -> list[Row]:
 payloads = st.one_of(
     st.tuples(st.sampled_from([1, 2, 3]), st.binary(min_size=32, max_size=32)),
     st.tuples(st.just(4), st.integers(1, 5).map(lambda n: bytes(32 * n))),
-    st.tuples(st.just(5), st.binary(min_size=33, max_size=90)),
+    st.tuples(st.sampled_from([5, 7]), st.binary(min_size=33, max_size=90)),
     st.tuples(st.just(6), st.binary(min_size=40, max_size=40)),
+    st.tuples(st.just(8), st.binary(min_size=32, max_size=32)),
     st.tuples(st.integers(0, 9), st.binary(max_size=70)),  # some of them with a wrong length
 )
 
