@@ -1,8 +1,8 @@
 """The bounded codec's arithmetic in numpy: what calibration perturbs a model's KV with.
 
 Invariants
-  - the same steps and predictions as the codec's (docs/codecs.md), records of 256 tokens, the first
-    tokens of a sequence exact; no bytes;
+  - the same predictions as the codec's (docs/codecs.md), and its steps before they are limited;
+    records of 256 tokens, the first tokens of a sequence exact; no bytes;
   - |decoded - value| is at most half a step.
 """
 
@@ -23,8 +23,6 @@ PAGE_TOKENS: Final = 128
 STEP_GRID: Final = 8
 """Steps are powers of two of multiples of 1 / STEP_GRID."""
 COEFFICIENT_GRID: Final = 8
-DEVIATIONS_MAX: Final = 1.2
-"""A channel's step is at most so many deviations of what prediction leaves."""
 
 
 def on_grid(steps: Floats) -> Floats:
@@ -33,31 +31,25 @@ def on_grid(steps: Floats) -> Floats:
 
 
 def code_k(values: Floats, factors: Floats) -> Floats:
-    """Keys [layer, head, token, dim] as they come back: steps are factors[layer], and less where
-    prediction leaves less; each token is predicted from the one before."""
+    """Keys [layer, head, token, dim] as they come back: steps are factors[layer], each token is
+    predicted from the one before.
+
+    Narrow channels have that step too, unlike the codec's: noise is wanted in proportion to it.
+    """
     out: Floats = np.array(values, np.float32)
+    step = on_grid(factors)[:, None, None, None]
     for begin, part in _records(values):
-        mean = part.mean(2, keepdims=True)
-        correlation = _correlation(part - mean)
-        grid = np.rint(correlation * COEFFICIENT_GRID) / COEFFICIENT_GRID
-        coefficient = np.clip(grid, 0, 1 - 1 / COEFFICIENT_GRID).astype(np.float32)
-        left = part.var(2) * (1 - 2 * coefficient * correlation + coefficient**2)
-        wished = factors[:, None, None]
-        most = np.maximum(DEVIATIONS_MAX * np.sqrt(left), wished / 16)
-        step = on_grid(np.minimum(wished, most))[:, :, None]
-        mean = np.rint(mean / step) * step
-        out[:, :, begin : begin + part.shape[2]] = _predicted(part, mean, step, coefficient)
+        mean = np.rint(part.mean(2, keepdims=True) / step) * step
+        out[:, :, begin : begin + part.shape[2]] = _predicted(part, mean, step)
     return out
 
 
-def _correlation(centred: Floats) -> Floats:
-    """Of a channel's neighbouring tokens [layer, head, dim], from 0 to 1."""
+def _predicted(part: Floats, mean: Floats, step: Floats) -> Floats:
+    centred = part - mean
     before, after = centred[:, :, :-1], centred[:, :, 1:]
     energy = np.maximum((before**2).sum(2), 1e-20)
-    return np.asarray(np.clip((before * after).sum(2) / energy, 0, 1), np.float32)
-
-
-def _predicted(part: Floats, mean: Floats, step: Floats, coefficient: Floats) -> Floats:
+    grid = np.rint((before * after).sum(2) / energy * COEFFICIENT_GRID) / COEFFICIENT_GRID
+    coefficient = np.clip(grid, 0, 1 - 1 / COEFFICIENT_GRID).astype(np.float32)
     decoded = np.empty_like(part)
     mean, step = mean[:, :, 0], step[:, :, 0]
     last = np.zeros_like(mean)

@@ -40,7 +40,7 @@ class Trial:
 
 Try = Callable[[Factors], Trial]
 
-GOAL_BITS: Final = {"bounded-1": 5.3, "bounded-2": 4.3, "bounded-3": 3.38, "bounded-4": 2.74}
+GOAL_BITS: Final = {"bounded-1": 5.3, "bounded-2": 4.3, "bounded-3": 3.38, "bounded-4": 2.76}
 """A little below what the levels promise on disk."""
 SHARES: Final = (0.8, 1.0, 1.2, 1.4)
 """K's factors beside V's, in the proportions of one slope."""
