@@ -157,11 +157,9 @@ class Manifest:
         Logged again where another one was used since: the last ones stay. One without room is not
         kept; records need none to be read.
         """
-        if digest in list(self.state.profiles)[-1:]:
+        if len(profile_json) > room_bytes or digest in list(self.state.profiles)[-1:]:
             return
         self.state.add_profile(digest, profile_json, room_bytes)
-        if digest not in self.state.profiles:
-            return
         self._append([(lib.FKV_MANIFEST_PROFILE, digest + profile_json)], sync=True)
 
     def namespace_retired(self, digest: bytes, last_sequence: int) -> None:

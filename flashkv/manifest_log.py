@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import errno
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -72,21 +72,22 @@ class ManifestState:
 
     def add_kills(self, rows: NDArray[Any]) -> None:
         """Keeps the rows that name a segment's present epoch."""
-        for segment in np.unique(rows["segment"]).tolist():
-            mine = rows[
-                (rows["segment"] == segment) & (rows["epoch"] == self.epochs.get(segment, -1))
-            ]
-            if len(mine) and segment not in self.freed:
-                self.kills.setdefault(segment, []).append(mine)
+        for segment, mine in self._present(rows):
+            self.kills.setdefault(segment, []).append(mine)
 
     def add_voids(self, rows: NDArray[Any]) -> None:
         """Keeps the rows that name a segment's present epoch."""
+        for segment, mine in self._present(rows):
+            self.voids[segment] = np.concatenate([self.voids_of(segment), mine])
+
+    def _present(self, rows: NDArray[Any]) -> Iterator[tuple[int, NDArray[Any]]]:
+        """(segment, its rows) of those that name a segment's present epoch."""
         for segment in np.unique(rows["segment"]).tolist():
             mine = rows[
                 (rows["segment"] == segment) & (rows["epoch"] == self.epochs.get(segment, -1))
             ]
             if len(mine) and segment not in self.freed:
-                self.voids[segment] = np.concatenate([self.voids_of(segment), mine])
+                yield segment, mine
 
     def voids_of(self, segment: int) -> NDArray[Any]:
         """Sequences that no record of the segment's present epoch may have: fkv_manifest_void[]."""

@@ -9,16 +9,10 @@ from itertools import product
 
 import pytest
 from simulation import device as dev
-from simulation.moments import after_power_cut, end_process, put, shown, small_store
+from simulation.moments import after_power_cut, end_process, opened, put, shown, small_store
 from simulation.workload import FILLERS, IDENTITY, KEYS, Workload
 
-from flashkv import BlockStatus, DurabilityError, Store, StoreError
-
-
-def opened(workload: Workload) -> Store:
-    """The next handle's store."""
-    path, files = workload.path, workload.files
-    return Store(path, None, None, workload.options, read_only=False, files=files)
+from flashkv import BlockStatus, DurabilityError, StoreError
 
 
 def heal(workload: Workload) -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 from simulation.filesystem import SimFiles
-from simulation.moments import after_power_cut, end_process, put, shown, small_store
+from simulation.moments import after_power_cut, end_process, opened, put, shown, small_store
 from simulation.workload import IDENTITY, KEYS, Workload
 
-from flashkv import Store, StoreError
+from flashkv import StoreError
 from flashkv.manifest import Manifest
 
 ALWAYS = 1 << 30
@@ -55,12 +55,6 @@ def delete_in_vain(
             workload.store.namespace(IDENTITY).delete(KEYS[1:])
         end_process(workload.store)
     workload.files.reset()
-
-
-def opened(workload: Workload) -> Store:
-    """The next handle's store."""
-    path, files = workload.path, workload.files
-    return Store(path, None, None, workload.options, read_only=False, files=files)
 
 
 def check(workload: Workload) -> None:

@@ -58,6 +58,12 @@ def end_process(store: Store) -> None:
         store._stop()
 
 
+def opened(workload: Workload) -> Store:
+    """The next handle's store."""
+    path, files = workload.path, workload.files
+    return Store(path, None, None, workload.options, read_only=False, files=files)
+
+
 def after_power_cut(
     workload: Workload, *, kept: bool, failed: bool | None = None
 ) -> dict[bytes, int]:

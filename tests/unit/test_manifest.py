@@ -182,6 +182,12 @@ def test_void_sequences(folder: Path, log: Manifest) -> None:
     assert log.state.voids == {}
 
 
+def test_a_profile_without_room_takes_none_from_others(folder: Path, log: Manifest) -> None:
+    log.profile_used(b"a" * 32, b"{}", 100)
+    log.profile_used(b"b" * 32, b"{}" * 60, 100)
+    assert list(reread(folder).profiles) == list(log.state.profiles) == [b"a" * 32]
+
+
 def test_namespaces(folder: Path, log: Manifest) -> None:
     log.namespace_added(b"n" * 32, b'{"model":"m"}')
     log.namespace_retired(b"n" * 32, 77)
