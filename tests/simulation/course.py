@@ -67,6 +67,7 @@ class Course:
         )
         self._unreported: set[bytes] = set()  # lost, and no flush has said so yet
         self._evicted: Allowed = {}  # what an eviction took that a failure kept out of the log
+        self._owed: Allowed = {}  # what an open found taken away by a log that it couldn't keep
         self._store: Store | None = None
         faults.arm(self)
 
@@ -136,7 +137,7 @@ class Course:
     def open(self) -> None:
         """Opens the store, or makes it. Where that fails the fault is over, and it must work.
 
-        What it shows then is durable.
+        What it shows then is durable; what it doesn't, unless the disk is too full for a log.
         """
         begun = opening = self.position
         hits = self.faults.hits()
@@ -156,10 +157,16 @@ class Course:
         unread = {key: self.account.of(key) for key in shown - set(found)}
         self.account.live = found
         self._evicted.clear()
+        self._owed = {key: self.account.of(key) for key in gone} if self._is_behind() else {}
         self.account.is_durable(self.position)
         self.account.allowed.update(unread)  # gone, and durably with the next flush
+        self.account.allowed.update(self._owed)
         self.account.mark(self.position)
         self.opened.append(opening)
+
+    def _is_behind(self) -> bool:
+        assert not self.store.manifest.behind or self.faults.hits()
+        return self.store.manifest.behind
 
     def _opened(self) -> Store:
         given = (None, None) if self.opened else (CAPACITY, GEOMETRY)
@@ -322,6 +329,7 @@ class Course:
             assert not shown, f"{shown} was deleted"
             self.account.is_gone(keys, self.position)
             self._evicted.clear()  # the log is written
+            self._owed.clear()
         for key in set(keys) - shown:  # a failed one: gone till the next crash
             self.account.live.pop(key, None)
 
@@ -339,8 +347,11 @@ class Course:
         assert raised or not self._unreported, f"no word of the loss of {self._unreported}"
         self._unreported.clear()
         self.account.is_durable(self.position)
-        for key in self._evicted.keys() - self.account.live.keys():
-            self.account.allowed[key] = self.account.of(key) | self._evicted[key]
+        if raised is None:
+            self._owed.clear()
+        for away in (self._evicted, self._owed):
+            for key in away.keys() - self.account.live.keys():
+                self.account.allowed[key] = self.account.of(key) | away[key]
         self.account.mark(self.position)
 
     def lease(self, keys: Sequence[bytes], count: int) -> None:
