@@ -107,9 +107,7 @@ class Account:
         self.allowed.update({key: self.of(key) | {ABSENT} for key in gone})
         self.mark(position)
 
-    def verdict(
-        self, found: dict[bytes, int], position: int, *, may_miss: bool = False
-    ) -> str:
+    def verdict(self, found: dict[bytes, int], position: int, *, may_miss: bool = False) -> str:
         """What is wrong with what was found after a crash at `position`, or an empty string.
 
         may_miss: anything may be absent.

@@ -62,9 +62,7 @@ class Course:
         self.evicted_blocks = self.sealed_segments = self.failed_syncs = 0
         self.opened: list[int] = []  # positions at which opening a handle began
         self.faults = faults
-        self._options = options(
-            codec="lossless", bloom=seed % 2 == 0, free_floor_bytes=None
-        )
+        self._options = options(codec="lossless", bloom=seed % 2 == 0, free_floor_bytes=None)
         self._unreported: set[bytes] = set()  # lost, and no flush has said so yet
         self._evicted: Allowed = {}  # what an eviction took that a failure kept out of the log
         self._owed: Allowed = {}  # what an open found taken away by a log that it couldn't keep

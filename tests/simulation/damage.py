@@ -126,9 +126,7 @@ class Bench:
 
     def open(self, *, writable: bool) -> Store:
         """The store as it lies there."""
-        return Store(
-            self.path, None, None, self.options, read_only=not writable, files=self.files
-        )
+        return Store(self.path, None, None, self.options, read_only=not writable, files=self.files)
 
     def look(self, what: str, allowed: Allowed, *, writable: bool, again: bool = False) -> None:
         """Opens the store as it lies there and checks it. Raises DamageError, with `what`.
@@ -266,7 +264,6 @@ class Bench:
 
     # ---- what a change allows ----
 
-
     def allowed_of(self, files: Mapping[str, bytes | None]) -> Allowed:
         """By which files differ from the golden ones, and where."""
         golden, allowed = self.golden, Allowed()
@@ -314,5 +311,3 @@ def bench(golden: Golden) -> Iterator[Bench]:
 def flipped(data: bytes, offset: int, pattern: int) -> bytes:
     """The bytes with one of them xored."""
     return data[:offset] + bytes([data[offset] ^ pattern]) + data[offset + 1 :]
-
-

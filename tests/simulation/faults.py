@@ -184,7 +184,6 @@ def faults_of(kind: str) -> list[Fault]:
     return _several(kind, errno.EIO, errno.ENOSPC, errno.EAGAIN, errno.EINTR)
 
 
-
 def times_of(kind: str) -> list[Fault]:
     """All ways in which the device's calls of a kind take their time."""
     late = ((1, 1), (3, 4), (2, ALWAYS))

@@ -227,9 +227,7 @@ class _Maker:
             yield store
             store.flush()
             self.golden.epochs = {s.number: s.epoch for s in store.segments}
-            self.golden.sealed = {
-                s.number for s in store.segments if s.state.value == "sealed"
-            }
+            self.golden.sealed = {s.number for s in store.segments if s.state.value == "sealed"}
             self.golden.generation = store.manifest.superblock.manifest_generation
         self.golden.earlier.append(tree_of(self.path))
 

@@ -244,4 +244,3 @@ def shortest(steps: list[Step], fails: Callable[[list[Step]], str]) -> tuple[lis
         else:
             position += 1
     return steps, said
-

@@ -102,9 +102,7 @@ def header_bytes(made: Golden) -> list[tuple[str, int]]:
     found = []
     for name, data in made.files.items():
         if name.endswith(".seg"):
-            pieces = chain.from_iterable(
-                _page_header(data, at) for at in range(0, len(data), PAGE)
-            )
+            pieces = chain.from_iterable(_page_header(data, at) for at in range(0, len(data), PAGE))
         elif name.endswith(".log"):
             pieces = chain.from_iterable(
                 range(e.offset, e.offset + LOG_HEAD) for e in entries_of(data)

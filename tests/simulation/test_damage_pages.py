@@ -152,9 +152,7 @@ def test_files_of_earlier_times(seed: int) -> None:
                             what = f"{target} is {name} of state {number}"
                             for writable in (False, True):
                                 # A whole segment of another time has nothing that is wrong.
-                                place.damage(
-                                    what, {target: data}, writable=writable, counted=False
-                                )
+                                place.damage(what, {target: data}, writable=writable, counted=False)
             print(place)
 
 

@@ -146,9 +146,7 @@ def test_a_repair_leaves_nothing_wrong(seed: int, size: str) -> None:
     assert statuses[MENDED] > 2 * SAMPLES // 3
 
 
-def _mend(
-    place: Bench, what: str, change: Mapping[str, bytes | None], allowed: Allowed
-) -> int:
+def _mend(place: Bench, what: str, change: Mapping[str, bytes | None], allowed: Allowed) -> int:
     """Checks and repairs; the status."""
     damaged = tree_of(place.path)
     lossy = place.lossy
@@ -170,8 +168,4 @@ def _is_seen(made: Golden, change: Mapping[str, bytes | None]) -> bool:
     """Not what a crash may leave as well: records of a segment without a directory that are no
     more, and a segment as it was before.
     """
-    return any(
-        segment_path(number) in change and number in made.sealed for number in made.segments
-    )
-
-
+    return any(segment_path(number) in change and number in made.sealed for number in made.segments)

@@ -13,9 +13,7 @@ import pytest
 from simulation.images import ImageError, Tally, look, scratch
 from simulation.workload import OPERATIONS, Step, Workload
 
-SEQUENCES = [
-    names for count in (1, 2, 3) for names in itertools.product(OPERATIONS, repeat=count)
-]
+SEQUENCES = [names for count in (1, 2, 3) for names in itertools.product(OPERATIONS, repeat=count)]
 PARTS = 28
 
 

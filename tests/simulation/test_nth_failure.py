@@ -190,9 +190,7 @@ APART = ("truncate", "remove_folder")
 PARTS = {"device write": 4, "device read": 2, ALLOCATION: 5}
 STRIDES = {ALLOCATION: 7}
 """So far apart at most are the calls that the ordinary run lets fail; else each does."""
-SPLIT = [
-    (kind, part) for kind in KINDS if kind not in APART for part in range(PARTS.get(kind, 1))
-]
+SPLIT = [(kind, part) for kind in KINDS if kind not in APART for part in range(PARTS.get(kind, 1))]
 
 
 def test_the_course_makes_every_call() -> None:
