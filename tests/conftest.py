@@ -5,6 +5,7 @@ FLASHKV_SEED=N repeats every random choice, hypothesis' too, of the run that pri
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import shutil
@@ -28,6 +29,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header() -> str:
     return f"random seed {SEED}; the same run again: FLASHKV_SEED={SEED} ./run test"
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded by now stays: no garbage collection looks at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

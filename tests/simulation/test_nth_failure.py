@@ -11,7 +11,6 @@ import gc
 import os
 import random
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -168,13 +167,11 @@ def fail_at(fault: Fault, number: int, seed: int, **how: int) -> int:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def quick_collections() -> Iterator[None]:
+def quick_collections() -> None:
     """Only what a course makes is looked at when garbage is collected."""
     watched(Faults(), 0)  # what is made once and stays
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
