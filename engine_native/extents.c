@@ -30,24 +30,24 @@ static uint8_t *first_direct(const fkv_reading *reading, uint64_t *bytes)
     return fkv_raw_direct(reading, w, &batch->view->order, *bytes, r->record_tokens);
 }
 
-void fkv_extents_first(fkv_reading *reading)
+bool fkv_extents_first(fkv_reading *reading)
 {
     const fkv_read_batch *batch = reading->job->batch;
     const fkv_read_record *r = reading->request;
     fkv_extent *extent = fkv_extent_new(reading);
     if (!extent) {
         fkv_reading_fail(reading, FKV_NO_MEMORY);
-        return;
+        return false;
     }
     uint64_t bytes, tokens = 0;
     uint32_t payload = r->pages - r->header_pages;
     extent->header_pages = r->header_pages;
-    extent->direct = first_direct(reading, &bytes);
+    extent->direct = batch->progress ? NULL : first_direct(reading, &bytes);
     if (extent->direct) {
         extent->direct_bytes = bytes / FKV_PAGE_BYTES * FKV_PAGE_BYTES;
         extent->page_count = payload;
         extent->want = r->first_want;
-    } else if (reading->job->selects_all) {
+    } else if (reading->job->selects_all && !batch->progress) {
         for (uint32_t i = 0; i < r->want_count; i++) {
             const fkv_read_want *w = fkv_want_at(reading, r->first_want + i);
             tokens += w->token_count ? w->token_count : r->record_tokens / r->record_blocks;
@@ -56,6 +56,7 @@ void fkv_extents_first(fkv_reading *reading)
             extent->page_count = payload < FKV_EXTENT_PAGES_MAX ? payload : FKV_EXTENT_PAGES_MAX;
     }
     fkv_extent_issue(extent);
+    return true;
 }
 
 /* ---- which pages ---- */

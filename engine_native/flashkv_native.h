@@ -367,7 +367,20 @@ typedef struct {
     uint16_t first_token; /* in the block */
     uint16_t token_count; /* 0: to the block's end */
     uint32_t status;      /* out */
+    uint32_t failed_layer; /* out: the first that isn't in place, FKV_NONE: none */
 } fkv_read_want;
+
+/* How far a read has come: its layers, each in place or failed, in their order. */
+typedef struct fkv_progress fkv_progress;
+fkv_progress *fkv_progress_new(uint32_t layers); /* nothing has come; NULL: no memory */
+void fkv_progress_free(fkv_progress *progress);
+/* Waits until the first `layers` layers are settled or the read has ended, up to timeout_ms (-1: without
+ * limit; 0: asks). Returns how many are settled. */
+uint32_t fkv_progress_wait(fkv_progress *progress, uint32_t layers, int64_t timeout_ms);
+void fkv_progress_end(fkv_progress *progress); /* nothing more comes: all layers are settled */
+/* A block's data from this layer on won't come. To be told before what held that layer lets go. */
+void fkv_progress_fail(fkv_progress *progress, uint32_t layer);
+uint32_t fkv_progress_failed(const fkv_progress *progress); /* the first such layer, or FKV_NONE */
 
 typedef struct {
     const fkv_geometry *geometry;
@@ -382,6 +395,7 @@ typedef struct {
     uint64_t want_count;
     uint32_t gap_pages;             /* read through at most so many unwanted pages ... */
     uint32_t amplification_percent; /* ... while pages read <= this share of those wanted (125) */
+    fkv_progress *progress;         /* NULL, or layers are read in their order and settled in it */
 } fkv_read_batch;
 
 /* Reads, checks, decodes and scatters all records of the batch; returns when every want has its

@@ -18,6 +18,7 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <sys/uio.h>
+#include <time.h>
 
 #define FKV_IO_READ 0
 #define FKV_IO_WRITE 1
@@ -52,6 +53,7 @@ void fkv_io_counters_add(fkv_engine_counters *sum,
                          const fkv_engine_counters *part); /* what settle counts */
 /* A named thread that takes no signals (they are the embedding process's): 0 or -errno. */
 int fkv_thread_start(pthread_t *thread, const char *name, void *(*run)(void *), void *argument);
+struct timespec fkv_deadline(int64_t timeout_ms); /* of the monotonic clock, from now on */
 
 typedef struct fkv_backend fkv_backend;
 struct fkv_backend {

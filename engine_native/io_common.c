@@ -133,3 +133,16 @@ int fkv_thread_start(pthread_t *thread, const char *name, void *(*run)(void *), 
     if (status == 0) pthread_setname_np(*thread, name);
     return -status;
 }
+
+struct timespec fkv_deadline(int64_t timeout_ms)
+{
+    struct timespec deadline;
+    clock_gettime(CLOCK_MONOTONIC, &deadline);
+    deadline.tv_sec += timeout_ms / 1000;
+    deadline.tv_nsec += timeout_ms % 1000 * 1000000;
+    if (deadline.tv_nsec >= 1000000000) {
+        deadline.tv_nsec -= 1000000000;
+        deadline.tv_sec++;
+    }
+    return deadline;
+}

@@ -121,12 +121,13 @@ static void raw_copy(const fkv_extent *extent, copy_context *context)
         uint32_t row = reading->request->first_want + i;
         const fkv_read_want *w = fkv_want_at(reading, row);
         uint64_t bytes;
-        if (__atomic_load_n(&w->status, __ATOMIC_RELAXED) != FKV_OK) continue;
+        /* What failed in a later layer is wanted up to there where layers are waited for. */
+        if (__atomic_load_n(&w->failed_layer, __ATOMIC_RELAXED) <= extent->layers.first) continue;
         fkv_raw_block_place(reading, w, &context->block_offset, &bytes);
         if (context->block_offset >= context->to || context->block_offset + bytes <= context->from)
             continue;
         if (!fkv_raw_runs(reading, w, copy_run, context))
-            fkv_want_fail(reading, row, FKV_NO_MEMORY);
+            fkv_want_fail_from(reading, row, FKV_NO_MEMORY, extent->layers.first);
     }
 }
 
@@ -218,11 +219,13 @@ static void stripe_fail(fkv_reading *reading, const fkv_stripe *s, uint32_t stat
 {
     const fkv_range *range = first_range(reading, s->first_token);
     const fkv_range *last = reading->ranges + reading->range_count;
+    const fkv_header *h = reading->header;
+    uint32_t layer = fkv_entry_layer(&h->geometry, h->stream_entries[s->stream]);
     for (; range && range < last && range->first < (uint32_t)s->first_token + s->tokens; range++)
-        fkv_want_fail(reading, range->want, status);
+        fkv_want_fail_from(reading, range->want, status, layer);
 }
 
-static uint64_t first_stripe(const fkv_header *h, uint32_t page)
+uint64_t fkv_first_stripe(const fkv_header *h, uint32_t page)
 {
     uint64_t low = 0, high = h->stripe_count;
     while (low < high) {
@@ -243,7 +246,7 @@ static void coded_place(const fkv_extent *extent)
     bool good = false;
     fkv_last_plan last;
     last.stream = FKV_NO_STREAM;
-    for (uint64_t i = first_stripe(h, extent->first_page);
+    for (uint64_t i = fkv_first_stripe(h, extent->first_page);
          i < h->stripe_count && h->stripes[i].page < end; i++) {
         const fkv_stripe *s = &h->stripes[i];
         if (!fkv_stripe_wanted(reading, s)) continue;
@@ -262,13 +265,15 @@ static void coded_place(const fkv_extent *extent)
 /* Whoever wants a block that has some of these bytes; of chunks: of the blocks one behind the other. */
 static void fail_bytes(fkv_reading *reading, uint64_t from, uint64_t to, uint32_t status)
 {
+    uint32_t layer = reading->header->chunk_count ? 0 : fkv_layers_of_bytes(reading, from, to).first;
     for (uint32_t i = 0; i < reading->request->want_count; i++) {
         uint32_t row = reading->request->first_want + i;
         const fkv_read_want *w = fkv_want_at(reading, row);
         uint64_t offset, bytes;
         if (w->ordinal >= reading->header->fixed.block_count) continue;
         fkv_raw_block_place(reading, w, &offset, &bytes);
-        if (offset < to && offset + bytes > from) fkv_want_fail(reading, row, status);
+        if (offset < to && offset + bytes > from)
+            fkv_want_fail_from(reading, row, status, layer);
     }
 }
 
@@ -339,7 +344,7 @@ static void fail_pages(fkv_reading *reading, uint32_t first, uint32_t count, uin
     const fkv_header *h = reading->header;
     uint32_t end = first + count;
     if (!fkv_holds_blocks(h)) {
-        for (uint64_t i = first_stripe(h, first); i < h->stripe_count && h->stripes[i].page < end;
+        for (uint64_t i = fkv_first_stripe(h, first); i < h->stripe_count && h->stripes[i].page < end;
              i++)
             if (fkv_stripe_wanted(reading, &h->stripes[i]))
                 stripe_fail(reading, &h->stripes[i], status);
@@ -357,7 +362,7 @@ static void fail_pages(fkv_reading *reading, uint32_t first, uint32_t count, uin
 void fkv_extent_fail(fkv_extent *extent, uint32_t status)
 {
     if (extent->direct)
-        fkv_want_fail(extent->reading, extent->want, status);
+        fkv_want_fail_from(extent->reading, extent->want, status, extent->layers.first);
     else
         fail_pages(extent->reading, extent->first_page, extent->page_count, status);
 }
@@ -369,7 +374,9 @@ static void direct_place(fkv_extent *extent)
     fkv_raw_block_place(reading, fkv_want_at(reading, extent->want), &offset, &bytes);
     for (uint32_t p = extent->first_page; p < extent->first_page + extent->page_count; p++)
         if (!page_good(extent, p)) {
-            fkv_want_fail(reading, extent->want, FKV_DAMAGED);
+            uint64_t from = (uint64_t)p * FKV_PAGE_BYTES;
+            fkv_want_fail_from(reading, extent->want, FKV_DAMAGED,
+                               fkv_layers_of_bytes(reading, from, from + FKV_PAGE_BYTES).first);
             return;
         }
     uint64_t read_to = offset + bytes - (uint64_t)extent->first_page * FKV_PAGE_BYTES;

@@ -46,11 +46,22 @@ static void gather_end(fkv_engine *engine, op_list *list)
     gather_flush(engine, list);
 }
 
+void fkv_want_fail_from(fkv_reading *reading, uint32_t want, uint32_t status, uint32_t layer)
+{
+    fkv_read_want *w = fkv_want_at(reading, want);
+    if (reading->job->batch->progress) fkv_progress_fail(reading->job->batch->progress, layer);
+    uint32_t good = FKV_OK, before = __atomic_load_n(&w->failed_layer, __ATOMIC_RELAXED);
+    while (layer < before
+           && !__atomic_compare_exchange_n(&w->failed_layer, &before, layer, false,
+                                           __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    }
+    __atomic_compare_exchange_n(&w->status, &good, status, false, __ATOMIC_RELAXED,
+                                __ATOMIC_RELAXED);
+}
+
 void fkv_want_fail(fkv_reading *reading, uint32_t want, uint32_t status)
 {
-    uint32_t good = FKV_OK;
-    __atomic_compare_exchange_n(&fkv_want_at(reading, want)->status, &good, status, false,
-                                __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+    fkv_want_fail_from(reading, want, status, 0);
 }
 
 void fkv_reading_fail(fkv_reading *reading, uint32_t status)
@@ -176,6 +187,8 @@ static void extent_run(fkv_task *task)
         fkv_extent_place(extent);
     }
     buffer_give(extent);
+    if (extent->header_pages) fkv_layers_planned(reading);
+    fkv_layers_done(extent);
     gather_end(engine, &list);
     reading_close(reading);
 }
@@ -226,6 +239,14 @@ static void extent_ready(fkv_pool_waiter *waiter, uint8_t *buffer)
 
 void fkv_extent_issue(fkv_extent *extent)
 {
+    if (extent->reading->job->batch->progress && !extent->header_pages)
+        fkv_layers_defer(extent);
+    else
+        fkv_extent_start(extent);
+}
+
+void fkv_extent_start(fkv_extent *extent)
+{
     fkv_engine *engine = extent->reading->job->engine;
     uint64_t bytes = ((uint64_t)extent->header_pages + extent->page_count) * FKV_PAGE_BYTES
                      - extent->direct_bytes;
@@ -244,6 +265,7 @@ void fkv_extent_issue(fkv_extent *extent)
             extent_ready(&extent->waiter, buffer);
         } else {
             fkv_reading_fail(extent->reading, FKV_NO_MEMORY);
+            fkv_layers_planned(extent->reading); /* only a first read is so long */
             reading_close(extent->reading);
         }
     }
@@ -265,14 +287,15 @@ static void reading_begin(fkv_reading *reading)
     /* No directory that was checked says so; what follows divides and counts by it. */
     if (!r->header_pages || r->header_pages > r->pages || !r->record_blocks) {
         fkv_reading_fail(reading, FKV_DAMAGED);
-        return;
+    } else {
+        reading->header =
+            fkv_header_cache_get(reading->job->engine->headers, r->segment, r->page, r->sequence);
+        if (reading->header && header_fits(reading, reading->header))
+            fkv_extents_rest(reading, NULL);
+        else if (!reading->header && fkv_extents_first(reading))
+            return;
     }
-    reading->header =
-        fkv_header_cache_get(reading->job->engine->headers, r->segment, r->page, r->sequence);
-    if (!reading->header)
-        fkv_extents_first(reading);
-    else if (header_fits(reading, reading->header))
-        fkv_extents_rest(reading, NULL);
+    fkv_layers_planned(reading);
 }
 
 static void reading_free(fkv_reading *reading)
@@ -296,9 +319,15 @@ void fkv_read(fkv_engine *engine, const fkv_read_batch *batch)
                         .selects_all = selects_all(batch)};
     fkv_reading *readings =
         fkv_calloc(batch->record_count ? batch->record_count : 1, sizeof *readings);
-    for (uint64_t i = 0; i < batch->want_count; i++)
+    for (uint64_t i = 0; i < batch->want_count; i++) {
         batch->wants[i].status = readings ? FKV_OK : FKV_NO_MEMORY;
-    if (!readings) return;
+        batch->wants[i].failed_layer = readings ? FKV_NONE : 0;
+    }
+    if (!readings) {
+        if (batch->progress) fkv_progress_fail(batch->progress, 0);
+        return;
+    }
+    fkv_layers_begin(&job);
     op_list list;
     gather_begin(&list);
     for (uint64_t i = 0; i < batch->record_count; i++) {

@@ -23,7 +23,15 @@ typedef struct {
     pthread_cond_t done;
     uint64_t open_records;
     bool selects_all; /* every layer and head is wanted */
+    /* Of a batch whose layers are waited for: */
+    uint64_t unplanned; /* records whose extents aren't known yet */
+    struct fkv_extent *deferred;
+    uint64_t deferred_count;
 } fkv_read_job;
+
+typedef struct {
+    uint32_t first, end;
+} fkv_layer_range;
 
 /* Tokens [first, end) of a record, which a want takes. */
 typedef struct {
@@ -44,6 +52,7 @@ typedef struct {
     uint8_t *needed;             /* [payload pages] */
     fkv_place_in_memory *stored; /* raw: where vectors lie in a block of stored_tokens tokens */
     uint32_t stored_tokens;
+    bool planned; /* its extents are known, or there will be none */
 } fkv_reading;
 
 struct fkv_extent {
@@ -59,12 +68,17 @@ struct fkv_extent {
     uint8_t *direct;       /* the caller's memory, or NULL */
     uint64_t direct_bytes; /* whole pages that land there; the rest is in the buffer */
     uint32_t want;         /* of a direct read */
+    fkv_layer_range layers; /* that it brings, where they are waited for */
+    fkv_extent *deferred;
 };
 
 /* reader.c */
-void fkv_extent_issue(fkv_extent *extent);        /* takes a buffer, then goes to the device */
+void fkv_extent_issue(fkv_extent *extent); /* starts it, or defers it until all are known */
+void fkv_extent_start(fkv_extent *extent); /* takes a buffer, then goes to the device */
 fkv_extent *fkv_extent_new(fkv_reading *reading); /* listed and counted as open; NULL: no memory */
 void fkv_want_fail(fkv_reading *reading, uint32_t want, uint32_t status);
+/* From this layer on; those below may be in place. */
+void fkv_want_fail_from(fkv_reading *reading, uint32_t want, uint32_t status, uint32_t layer);
 void fkv_reading_fail(fkv_reading *reading, uint32_t status);
 static inline fkv_read_want *fkv_want_at(const fkv_reading *reading, uint32_t want)
 {
@@ -78,8 +92,9 @@ static inline const uint64_t *fkv_want_pointers(const fkv_reading *reading,
 }
 
 /* extents.c */
-/* The first read, while the header is not known yet. */
-void fkv_extents_first(fkv_reading *reading);
+/* The first read, while the header is not known yet: of it alone where layers are waited for. False: it
+ * failed for want of memory. */
+bool fkv_extents_first(fkv_reading *reading);
 /* With the header known: what of [0, have_pages) of the payload `have` holds is placed, the rest is
  * read. */
 void fkv_extents_rest(fkv_reading *reading, fkv_extent *have);
@@ -93,6 +108,15 @@ uint8_t *fkv_raw_direct(const fkv_reading *reading, const fkv_read_want *want,
 bool fkv_raw_runs(const fkv_reading *reading, const fkv_read_want *want, fkv_run_fn emit,
                   void *context);
 bool fkv_stripe_wanted(const fkv_reading *reading, const fkv_stripe *stripe);
+uint64_t fkv_first_stripe(const fkv_header *header, uint32_t page); /* of those from a page on */
 void fkv_extent_place(fkv_extent *extent); /* checks and copies or decodes what the extent holds */
 void fkv_extent_fail(fkv_extent *extent, uint32_t status);
+
+/* layerwise.c; where no layers are waited for they do nothing, and ranges are of all layers */
+void fkv_layers_begin(fkv_read_job *job);
+void fkv_layers_planned(fkv_reading *reading); /* may start the extents of all records */
+void fkv_layers_defer(fkv_extent *extent);
+void fkv_layers_done(fkv_extent *extent);
+fkv_layer_range fkv_layers_of_bytes(const fkv_reading *reading, uint64_t from, uint64_t to);
+uint32_t fkv_entry_layer(const fkv_geometry *geometry, uint32_t entry);
 #endif

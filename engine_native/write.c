@@ -129,22 +129,9 @@ int fkv_write_submit(fkv_engine *engine, const fkv_write *writes, uint64_t count
     return 0;
 }
 
-static struct timespec deadline_after(int64_t timeout_ms)
-{
-    struct timespec deadline;
-    clock_gettime(CLOCK_MONOTONIC, &deadline);
-    deadline.tv_sec += timeout_ms / 1000;
-    deadline.tv_nsec += timeout_ms % 1000 * 1000000;
-    if (deadline.tv_nsec >= 1000000000) {
-        deadline.tv_nsec -= 1000000000;
-        deadline.tv_sec++;
-    }
-    return deadline;
-}
-
 int64_t fkv_write_reap(fkv_engine *engine, fkv_write *finished, uint64_t room, int64_t timeout_ms)
 {
-    struct timespec deadline = timeout_ms > 0 ? deadline_after(timeout_ms) : (struct timespec){0};
+    struct timespec deadline = timeout_ms > 0 ? fkv_deadline(timeout_ms) : (struct timespec){0};
     uint64_t count = 0;
 
     pthread_mutex_lock(&engine->write_lock);

@@ -36,6 +36,7 @@ from flashkv.leases import Lease
 from flashkv.memory import Pointers, Regions
 from flashkv.namespace import Match, Namespace
 from flashkv.options import Options
+from flashkv.progress import LayerProgress
 from flashkv.stats import Stats
 from flashkv.store import Store, open  # noqa: A004
 from flashkv.tickets import Client, Milestone, Ticket
@@ -61,6 +62,7 @@ __all__ = [
     "IdentityError",
     "KVGeometry",
     "KeyFormatError",
+    "LayerProgress",
     "Lease",
     "LockedError",
     "Match",

@@ -163,9 +163,14 @@ class BlockStatus(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class BatchResult:
-    """Statuses of a batch, in the order of its keys. statuses: uint8[N] of BlockStatus."""
+    """Statuses of a batch, in the order of its keys. statuses: uint8[N] of BlockStatus.
+
+    failed_layers: of a get with progress: int32[N], the first layer of each block that isn't in
+    place; -1: all are.
+    """
 
     statuses: NDArray[np.uint8]
+    failed_layers: NDArray[np.int32] | None = None
 
     def _have(self, status: BlockStatus) -> NDArray[np.bool_]:
         have: NDArray[np.bool_] = self.statuses == status

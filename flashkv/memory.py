@@ -10,7 +10,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -37,7 +37,7 @@ from flashkv.layout import (
     view_of_arrays,
     view_regions,
 )
-from flashkv.staging import staged
+from flashkv.staging import nothing_to_finish, staged
 
 DEFAULT_VIEW: Final = MemoryView()
 
@@ -99,7 +99,12 @@ class BlockMemory:
     pointers: NDArray[np.uint64]
     view: NativeView
     keepalive: Any = None
-    finish: Callable[[NDArray[np.bool_]], None] = field(default=lambda _: None)
+    finish: Callable[[NDArray[np.bool_]], None] = nothing_to_finish
+
+    @property
+    def in_place(self) -> bool:
+        """Whether bytes arrive in the caller's own memory, not in a copy that finish() spreads."""
+        return self.finish is nothing_to_finish
 
     @property
     def block_tokens(self) -> int:

@@ -30,6 +30,7 @@ from flashkv.leases import Lease
 from flashkv.memory import DEFAULT_VIEW, BlockMemory, block_memory, token_counts
 from flashkv.options import check_codec
 from flashkv.profiles import step_factors
+from flashkv.progress import LayerProgress
 from flashkv.segment_reader import ReadRequest
 from flashkv.segment_writer import PutRows
 
@@ -47,6 +48,20 @@ class Match:
 
     count: int
     lease: Lease | None = None
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What of each block a get wants.
+
+    lengths: uint16[N], tokens that they must have; worst: the least exact FKV_FIDELITY_*.
+    """
+
+    group: int
+    first_token: int
+    token_count: int  # 0: to the block's end
+    lengths: NDArray[np.uint16] | None
+    worst: int | None
 
 
 class Namespace:
@@ -314,6 +329,7 @@ class Namespace:
         token_range: tuple[int, int] | None = None,
         tokens: Any = None,
         min_fidelity: str | None = None,
+        progress: LayerProgress | None = None,
     ) -> BatchResult:
         """Reads blocks into the caller's memory; only the pages that are needed.
 
@@ -325,15 +341,15 @@ class Namespace:
         tokens       tokens that each block must have, as in put: an int, or int[N]; a block of
                      another length is a MISS. None: as many as it has, if there is room for them.
         min_fidelity  "exact", "bounded-1" ... "cold": what is stored less exactly is a MISS.
+        progress     lower layers are read first, and it tells when each is in place, whatever
+                     becomes of this call. Memory of a GPU gets all of them at the end.
         Statuses: OK, MISS, IO_ERROR, BUSY. Raises KeyFormatError, MemoryViewError,
         ReadOnlyDestinationError, OptionsError, ClosedError.
         """
-        store = self._store
-        store.check_open()
+        self._store.check_open()
         packed = Keys.pack(keys)
         number = self.geometry.group_index(group)
         first, count = _token_range(token_range)
-        worst = None if min_fidelity is None else fidelity_number("min_fidelity", min_fidelity)
         memory = block_memory(
             out,
             len(packed),
@@ -345,43 +361,72 @@ class Namespace:
             destination=True,
             partial=tokens is not None,
         )
-        if not len(packed):
+        wanted = _Wanted(
+            group=number,
+            first_token=first,
+            token_count=count,
+            lengths=_lengths(tokens, count, len(packed), memory.block_tokens),
+            worst=None if min_fidelity is None else fidelity_number("min_fidelity", min_fidelity),
+        )
+        if progress is None:
+            return self._read(packed, memory, wanted)
+        checks.instance(OptionsError, "progress", progress, LayerProgress)
+        try:
+            return self._read(packed, memory, wanted, progress)
+        except BaseException:
+            progress.fail()
+            raise
+        finally:
+            progress.end()
+
+    def _read(
+        self,
+        keys: Keys,
+        memory: BlockMemory,
+        wanted: _Wanted,
+        progress: LayerProgress | None = None,
+    ) -> BatchResult:
+        """get() of checked arguments."""
+        store = self._store
+        if not len(keys):
             return BatchResult(np.zeros(0, np.uint8))
+        first, count = wanted.first_token, wanted.token_count
         if count > memory.block_tokens:
             raise MemoryViewError(
                 "the destination has no room for the token_range",
                 value=f"{memory.block_tokens} tokens a block",
                 limit=f"at least {count}",
             )
-        digests = packed.digests(self._space)
-        lengths = None
-        if tokens is not None:
-            most = limits.BLOCK_TOKENS_MAX if count else memory.block_tokens
-            lengths = token_counts(tokens, len(packed), most)
+        digests = keys.digests(self._space)
         with store.gate:
             places = store.index.lookup(digests, pin=True)
-            if worst is not None:
-                self._drop_places(places, places["fidelity"] > worst)
-            if lengths is not None:
-                self._drop_places(places, places["tokens"] != lengths)
-            self._refuse(places, packed, digests, memory.block_tokens, number, first, count)
+            if wanted.worst is not None:
+                self._drop_places(places, places["fidelity"] > wanted.worst)
+            if wanted.lengths is not None:
+                self._drop_places(places, places["tokens"] != wanted.lengths)
+            self._refuse(places, keys, digests, memory.block_tokens, wanted)
             request = ReadRequest(
-                geometry=self.geometry.native(number),
+                geometry=self.geometry.native(wanted.group),
                 view=memory.view.pointer,
                 namespace_digest=self.digest,
                 shard=self._shard_bytes,
-                keys=packed,
+                keys=keys,
                 places=places,
                 pointers=memory.pointers,
                 first_token=first,
                 token_count=count,
+                progress=progress if memory.in_place else None,
             )
             statuses = store.reader.read(request, digests)
         ok = statuses == BlockStatus.OK
         memory.finish(ok)
         tokens = np.full(int(ok.sum()), count) if count else places["tokens"][ok]
         store.counters.note_get(statuses, tokens, memory.view.group.token_bytes)
-        return BatchResult(statuses)
+        if progress is None:
+            return BatchResult(statuses)
+        if not ok.all():
+            progress.fail(int(request.failed_layers[~ok].min()))
+        return BatchResult(statuses, np.where(ok, -1, request.failed_layers).astype(np.int32))
 
     def _refuse(
         self,
@@ -389,25 +434,24 @@ class Namespace:
         keys: Keys,
         digests: NDArray[np.uint8],
         room: int,
-        group: int,
-        first: int,
-        count: int,
+        wanted: _Wanted,
     ) -> None:
         """Places that can't be read into this memory become absent, or are an error of the
         caller's.
         """
+        group, first, count = wanted.group, wanted.first_token, wanted.token_count
         found = places["record"] != NONE
         tokens = places["tokens"].astype(np.int64)
-        wanted = np.full(len(places), count) if count else tokens - first
-        other = found & ((places["group"] != group) | (wanted < 1) | (first + wanted > tokens))
-        small = found & ~other & (wanted > room)
+        taken = np.full(len(places), count) if count else tokens - first
+        other = found & ((places["group"] != group) | (taken < 1) | (first + taken > tokens))
+        small = found & ~other & (taken > room)
         for row in np.flatnonzero(small).tolist():
             if not self._has_last_token(row, keys, digests, group):
                 continue
             self._store.index.unpin(np.ascontiguousarray(places["segment"]))
             raise MemoryViewError(
                 f"block {row} of the batch doesn't fit the destination",
-                value=f"{int(wanted[row])} tokens",
+                value=f"{int(taken[row])} tokens",
                 limit=f"{room} tokens a block",
                 advice="give memory for the block's tokens, or a token_range",
             )
@@ -520,6 +564,13 @@ def _room(tokens: Any) -> int | None:
         return None
     counts = checks.array(MemoryViewError, "token counts", tokens)
     return int(counts.max()) if counts.size and counts.dtype.kind in "iu" else None
+
+
+def _lengths(tokens: Any, count: int, blocks: int, room: int) -> NDArray[np.uint16] | None:
+    """Tokens that each block must have, where the caller says: uint16[blocks]."""
+    if tokens is None:
+        return None
+    return token_counts(tokens, blocks, limits.BLOCK_TOKENS_MAX if count else room)
 
 
 def _parents(parents: KeyBatch | None, count: int) -> Keys | None:

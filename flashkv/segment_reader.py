@@ -11,7 +11,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -22,6 +22,7 @@ from flashkv.blockio import BlockIO
 from flashkv.errors import BlockStatus, block_statuses, damaged_mask, missed_statuses
 from flashkv.index import NONE, Index, Keys
 from flashkv.native import address, dtype_of, ffi, lib, pointer
+from flashkv.progress import LayerProgress
 from flashkv.segments import Segments
 
 READ_RECORD: Final = dtype_of("fkv_read_record")
@@ -49,6 +50,11 @@ class ReadRequest:
     pointers: NDArray[np.uint64]
     first_token: int = 0
     token_count: int = 0  # 0: to the block's end
+    progress: LayerProgress | None = None  # layers are read in their order
+    failed_layers: NDArray[np.int32] = field(init=False)  # out: int32[N], -1: none
+
+    def __post_init__(self) -> None:
+        self.failed_layers = np.zeros(len(self.places), np.int32)
 
 
 @dataclass
@@ -99,6 +105,8 @@ class SegmentReader:
             if len(rows) and self._wait_written(int(places["sequence"][rows].max())):
                 # What failed to be written has left the index meanwhile.
                 rows = rows[self._index.lookup(digests[rows])["record"] != NONE]
+            if request.progress is not None and len(rows) < len(places):
+                request.progress.fail()
             if len(rows):
                 order, starts = _by_record(places, rows)
                 native[order] = self._read(request, order, starts)
@@ -150,7 +158,10 @@ class SegmentReader:
         batch.want_count = len(wants)
         batch.gap_pages = self._gap_pages
         batch.amplification_percent = self._amplification_percent
+        if request.progress is not None:
+            batch.progress = request.progress.native
         lib.fkv_read(self._io.engine, batch)
+        request.failed_layers[order] = wants["failed_layer"].view(np.int32)  # FKV_NONE: -1
         self.counters.records_read += len(records)
         statuses: NDArray[np.uint32] = wants["status"].copy()
         return statuses

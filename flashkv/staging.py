@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 Finish = Callable[[NDArray[np.bool_]], None]
 
 
-def _nothing(_: NDArray[np.bool_]) -> None:
-    return None
+def nothing_to_finish(_: NDArray[np.bool_]) -> None:
+    """The destination is the caller's own memory."""
 
 
 def staged(data: Regions, *, destination: bool) -> tuple[Regions, Any, Finish]:
     """(regions in host memory, what must stay alive, what to call when a destination is filled)."""
     if not any(_lies_on_gpu(tensor) for tensor in data.tensors):
-        return data, data, _nothing
+        return data, data, nothing_to_finish
     return stage(data, destination=destination)
 
 
@@ -52,7 +52,7 @@ def stage(data: Regions, *, destination: bool) -> tuple[Regions, Any, Finish]:
     else:
         shape = rows.shape[:-1] if len(axes) > 1 else rows.shape
         regions = type(data)(host, np.arange(int(np.prod(shape))).reshape(shape))
-    return regions, (data, regions), finish if destination else _nothing
+    return regions, (data, regions), finish if destination else nothing_to_finish
 
 
 def _lies_on_gpu(tensor: Any) -> bool:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashkv import checks, limits
 from flashkv.errors import BatchResult, BusyError, ClosedError, FlashKVError, OptionsError
+from flashkv.progress import LayerProgress
 
 if TYPE_CHECKING:
     from flashkv.namespace import Namespace
@@ -42,7 +43,14 @@ class Milestone(IntEnum):
 class Ticket:
     """One submitted operation. Attributes are final once `done`."""
 
-    def __init__(self, ticket_id: int, kind: str, notify: Milestone) -> None:
+    def __init__(
+        self,
+        ticket_id: int,
+        kind: str,
+        notify: Milestone,
+        progress: LayerProgress | None = None,
+    ) -> None:
+        self.progress = progress
         self.id = ticket_id
         self.kind = kind
         self.notify = notify
@@ -73,6 +81,23 @@ class Ticket:
                 lambda: self.done or (milestone is not None and self.milestone >= milestone),
                 None if timeout_ms is None else timeout_ms / 1000,
             )
+
+    def wait_layer(self, layer: int, timeout_ms: float | None = None) -> bool:
+        """Of a get with layerwise=True: waits until all layers up to `layer` are in place.
+
+        False where the time ran out, or some block lacks one of them: see failed_layer, and once
+        the ticket is done result.failed_layers. Raises OptionsError.
+        """
+        if self.progress is None:
+            raise OptionsError(
+                f"{self} has no layers to wait for", advice="submit_get(..., layerwise=True)"
+            )
+        return self.progress.wait(layer, timeout_ms)
+
+    @property
+    def failed_layer(self) -> int | None:
+        """Of a get with layerwise=True: the first layer that some block is known to lack."""
+        return None if self.progress is None else self.progress.failed_layer
 
     def __repr__(self) -> str:
         state = f"error {self.error!r}" if self.error else self.milestone.name.lower()
@@ -183,9 +208,30 @@ class Client:
 
         return self._submit("put", work, notify, write=True)
 
-    def submit_get(self, namespace: Namespace, keys: Any, out: Any, **options: Any) -> Ticket:
-        """As Namespace.get. Raises BusyError at the ticket limit."""
-        return self.submit("get", lambda: namespace.get(keys, out, **options), write=False)
+    def submit_get(
+        self, namespace: Namespace, keys: Any, out: Any, *, layerwise: bool = False, **options: Any
+    ) -> Ticket:
+        """As Namespace.get. layerwise: lower layers come first, and Ticket.wait_layer() tells when.
+
+        Raises BusyError at the ticket limit; with layerwise GeometryError for an unknown group.
+        """
+        progress = None
+        if layerwise:
+            number = namespace.geometry.group_index(options.get("group", 0))
+            progress = LayerProgress.of_group(namespace.geometry, number)
+            options["progress"] = progress
+
+        def work(ticket: Ticket) -> None:
+            try:
+                ticket.result = namespace.get(keys, out, **options)
+            except BaseException:
+                if progress is not None:  # get() may not have come so far as to say so
+                    progress.fail()
+                    progress.end()
+                raise
+            ticket._reach(Milestone.CAPTURED)
+
+        return self._submit("get", work, Milestone.CAPTURED, write=False, progress=progress)
 
     def submit_contains(self, namespace: Namespace, keys: Any) -> Ticket:
         """As Namespace.contains. Raises BusyError at the ticket limit."""
@@ -208,7 +254,13 @@ class Client:
         return self._submit(kind, work, Milestone.CAPTURED, write=write)
 
     def _submit(
-        self, kind: str, work: Callable[[Ticket], None], notify: Milestone, *, write: bool
+        self,
+        kind: str,
+        work: Callable[[Ticket], None],
+        notify: Milestone,
+        *,
+        write: bool,
+        progress: LayerProgress | None = None,
     ) -> Ticket:
         self._check_open()
         with self._lock:
@@ -221,7 +273,7 @@ class Client:
                     limit=self._max_tickets,
                     advice="drain() finished tickets first",
                 )
-            ticket = Ticket(self._next_id, kind, notify)
+            ticket = Ticket(self._next_id, kind, notify, progress)
             self._next_id += 1
             self._open += 1
             self._running += 1

@@ -1,0 +1,56 @@
+"""How far a get has come, layer by layer: the engine computes with those that are in place."""
+
+from __future__ import annotations
+
+from flashkv import checks
+from flashkv.errors import OptionsError, OutOfMemoryError
+from flashkv.geometry import KVGeometry
+from flashkv.native import ffi, lib
+
+
+class LayerProgress:
+    """Layers of one get, in their order. Safe for all threads; of no use for a second get."""
+
+    def __init__(self, layers: int) -> None:
+        """Raises OutOfMemoryError."""
+        self.layers = layers
+        native = lib.fkv_progress_new(layers)
+        if native == ffi.NULL:
+            raise OutOfMemoryError("no memory to follow a get's layers")
+        self.native = ffi.gc(native, lib.fkv_progress_free)
+
+    @classmethod
+    def of_group(cls, geometry: KVGeometry, group: int) -> LayerProgress:
+        """For gets of a group: as many layers as its longest plane has."""
+        return cls(max(plane.layers for plane in geometry.groups[group].planes))
+
+    @property
+    def settled(self) -> int:
+        """How many leading layers are in place, or won't come."""
+        return int(lib.fkv_progress_wait(self.native, self.layers, 0))
+
+    @property
+    def failed_layer(self) -> int | None:
+        """The first layer that some block lacks, as far as is known by now; None: none."""
+        layer = int(lib.fkv_progress_failed(self.native))
+        return layer if layer < self.layers else None
+
+    def wait(self, layer: int, timeout_ms: float | None = None) -> bool:
+        """Waits until all layers up to `layer` are in place, those that the get doesn't want aside.
+
+        False where the time ran out, or some block lacks one of them: failed_layer says which.
+        Raises OptionsError for a layer that the group doesn't have.
+        """
+        layer = checks.whole(OptionsError, "layer", layer, 0, self.layers - 1)
+        timeout = -1 if timeout_ms is None else max(int(timeout_ms), 0)
+        settled = lib.fkv_progress_wait(self.native, layer + 1, timeout)
+        failed = self.failed_layer
+        return settled > layer and (failed is None or failed > layer)
+
+    def fail(self, layer: int = 0) -> None:
+        """Some block lacks its data from this layer on."""
+        lib.fkv_progress_fail(self.native, layer)
+
+    def end(self) -> None:
+        """Nothing more comes."""
+        lib.fkv_progress_end(self.native)
