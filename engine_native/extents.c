@@ -2,13 +2,22 @@
  *
  * Invariants
  *  - every needed page is read exactly once, by one extent, or was in the record's first read;
- *  - an extent has at most FKV_EXTENT_PAGES_MAX payload pages; a long run is cut into equal parts;
+ *  - an extent has at most FKV_EXTENT_PAGES_MAX payload pages, fewer where layers are waited for; a
+ *    long run is cut into equal parts;
  *  - a chunk's pages come by one extent;
  *  - unwanted pages are read through only within gap_pages and amplification_percent of the batch.
  */
 #include "allocate.h"
 #include "reader.h"
 #include <string.h>
+
+/* Most payload pages of an extent. Where layers are waited for, so few that the first ones needn't wait
+ * for what comes with them; the device hardly minds. */
+static uint32_t extent_pages_max(const fkv_reading *reading)
+{
+    bool whole = !reading->job->batch->progress || reading->header->chunk_count;
+    return whole ? FKV_EXTENT_PAGES_MAX : FKV_EXTENT_LAYER_PAGES;
+}
 
 /* A single block that is the whole record, raw, page-aligned: its bytes can land in place before
  * its header is known. */
@@ -117,7 +126,7 @@ static bool issue_direct(fkv_reading *reading, uint32_t row, uint64_t offset, ui
     if (!memory || !(h->fixed.flags & FKV_RECORD_ALIGNED) || bytes < FKV_PAGE_BYTES) return false;
     uint32_t first = (uint32_t)(offset / FKV_PAGE_BYTES);
     uint32_t pages = (uint32_t)((bytes + FKV_PAGE_BYTES - 1) / FKV_PAGE_BYTES);
-    uint32_t parts = (pages + FKV_EXTENT_PAGES_MAX - 1) / FKV_EXTENT_PAGES_MAX, done = 0;
+    uint32_t most = extent_pages_max(reading), parts = (pages + most - 1) / most, done = 0;
     for (uint32_t i = 0; i < parts; i++) {
         uint32_t count = (pages - done) / (parts - i);
         fkv_extent *extent = fkv_extent_new(reading);
@@ -204,13 +213,14 @@ static void need_raw(fkv_reading *reading, const fkv_extent *have)
 
 /* ---- by which reads ---- */
 
-static uint32_t run_limit(const uint8_t *needed, uint32_t start, uint32_t end)
+static uint32_t run_limit(const fkv_reading *reading, uint32_t start, uint32_t end)
 {
-    uint32_t run = start;
+    const uint8_t *needed = reading->needed;
+    uint32_t run = start, most = extent_pages_max(reading);
     while (run < end && needed[run]) run++;
     run -= start;
-    if (run <= FKV_EXTENT_PAGES_MAX) return FKV_EXTENT_PAGES_MAX;
-    uint32_t parts = (run + FKV_EXTENT_PAGES_MAX - 1) / FKV_EXTENT_PAGES_MAX;
+    if (run <= most) return most;
+    uint32_t parts = (run + most - 1) / most;
     return (run + parts - 1) / parts;
 }
 
@@ -222,10 +232,12 @@ static uint32_t chunk_end(const fkv_header *h, uint32_t last)
 }
 
 /* Last page of the extent that begins at `start`. */
-static uint32_t extent_last(const fkv_read_batch *batch, const uint8_t *needed, uint32_t start,
-                            uint32_t end, uint32_t *through)
+static uint32_t extent_last(const fkv_reading *reading, uint32_t start, uint32_t end,
+                            uint32_t *through)
 {
-    uint32_t last = start, wanted = 1, limit = run_limit(needed, start, end);
+    const fkv_read_batch *batch = reading->job->batch;
+    const uint8_t *needed = reading->needed;
+    uint32_t last = start, wanted = 1, limit = run_limit(reading, start, end);
     for (uint32_t p = start + 1; p < end && p - start < limit; p++) {
         uint32_t gap = p - last - 1;
         if (gap > batch->gap_pages) break;
@@ -243,13 +255,12 @@ static uint32_t extent_last(const fkv_read_batch *batch, const uint8_t *needed, 
 
 static void issue_needed(fkv_reading *reading, uint32_t from)
 {
-    const fkv_read_batch *batch = reading->job->batch;
     uint32_t end = reading->header->payload_pages;
     for (uint32_t p = from; p < end; p++) {
         const uint8_t *next = memchr(reading->needed + p, 1, end - p);
         if (!next) return;
         p = (uint32_t)(next - reading->needed);
-        uint32_t through, last = extent_last(batch, reading->needed, p, end, &through);
+        uint32_t through, last = extent_last(reading, p, end, &through);
         if (reading->header->chunk_count) last = chunk_end(reading->header, last);
         fkv_extent *extent = fkv_extent_new(reading);
         if (!extent) {

@@ -14,6 +14,7 @@
 #include "record.h"
 
 #define FKV_EXTENT_PAGES_MAX (FKV_IO_MAX_BYTES / FKV_PAGE_BYTES)
+#define FKV_EXTENT_LAYER_PAGES 64 /* the same where layers are waited for */
 #define FKV_EXTENT_INLINE_PAGES 4 /* so little is handled by the thread that reaped it */
 
 typedef struct {
