@@ -364,9 +364,9 @@ typedef struct {
     uint32_t target; /* row of pointers[][region_count] */
     uint16_t key_bytes;
     uint16_t ordinal;
-    uint16_t first_token; /* in the block */
-    uint16_t token_count; /* 0: to the block's end */
-    uint32_t status;      /* out */
+    uint16_t first_token;  /* in the block */
+    uint16_t token_count;  /* 0: to the block's end */
+    uint32_t status;       /* out */
     uint32_t failed_layer; /* out: the first that isn't in place, FKV_NONE: none */
 } fkv_read_want;
 
@@ -528,7 +528,8 @@ int fkv_zstd_there(void);
 void fkv_use_zstd(int want);
 /* Vectors as what changed since the one before, likewise; without parameters. */
 void fkv_delta_costs(const uint64_t *rows, uint32_t count, uint32_t vector_bytes, uint16_t *bits);
-uint32_t fkv_delta_encode(const uint64_t *rows, uint32_t count, uint32_t vector_bytes, uint8_t *out);
+uint32_t fkv_delta_encode(const uint64_t *rows, uint32_t count, uint32_t vector_bytes,
+                          uint8_t *out);
 int fkv_delta_decode(const uint8_t *in, uint32_t length, uint32_t count, uint32_t vector_bytes,
                      const uint64_t *rows);
 /* Both codes of float32 and one-byte floats, likewise; parameters: of their 16-bit values. */

@@ -76,8 +76,7 @@ static fkv_layer_range of_extent(const fkv_extent *extent)
     for (uint64_t i = fkv_first_stripe(h, extent->first_page);
          i < h->stripe_count && h->stripes[i].page < end; i++)
         if (fkv_stripe_wanted(reading, &h->stripes[i]))
-            take_in(&range,
-                    fkv_entry_layer(&h->geometry, h->stream_entries[h->stripes[i].stream]));
+            take_in(&range, fkv_entry_layer(&h->geometry, h->stream_entries[h->stripes[i].stream]));
     return range.end ? range : all_layers(reading);
 }
 

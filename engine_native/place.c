@@ -265,15 +265,15 @@ static void coded_place(const fkv_extent *extent)
 /* Whoever wants a block that has some of these bytes; of chunks: of the blocks one behind the other. */
 static void fail_bytes(fkv_reading *reading, uint64_t from, uint64_t to, uint32_t status)
 {
-    uint32_t layer = reading->header->chunk_count ? 0 : fkv_layers_of_bytes(reading, from, to).first;
+    uint32_t layer =
+        reading->header->chunk_count ? 0 : fkv_layers_of_bytes(reading, from, to).first;
     for (uint32_t i = 0; i < reading->request->want_count; i++) {
         uint32_t row = reading->request->first_want + i;
         const fkv_read_want *w = fkv_want_at(reading, row);
         uint64_t offset, bytes;
         if (w->ordinal >= reading->header->fixed.block_count) continue;
         fkv_raw_block_place(reading, w, &offset, &bytes);
-        if (offset < to && offset + bytes > from)
-            fkv_want_fail_from(reading, row, status, layer);
+        if (offset < to && offset + bytes > from) fkv_want_fail_from(reading, row, status, layer);
     }
 }
 
@@ -344,8 +344,8 @@ static void fail_pages(fkv_reading *reading, uint32_t first, uint32_t count, uin
     const fkv_header *h = reading->header;
     uint32_t end = first + count;
     if (!fkv_holds_blocks(h)) {
-        for (uint64_t i = fkv_first_stripe(h, first); i < h->stripe_count && h->stripes[i].page < end;
-             i++)
+        for (uint64_t i = fkv_first_stripe(h, first);
+             i < h->stripe_count && h->stripes[i].page < end; i++)
             if (fkv_stripe_wanted(reading, &h->stripes[i]))
                 stripe_fail(reading, &h->stripes[i], status);
         return;

@@ -35,10 +35,7 @@ void fkv_progress_free(fkv_progress *progress)
     fkv_free(progress);
 }
 
-uint32_t fkv_progress_layers(const fkv_progress *progress)
-{
-    return progress->layers;
-}
+uint32_t fkv_progress_layers(const fkv_progress *progress) { return progress->layers; }
 
 void fkv_progress_hold(fkv_progress *progress, uint32_t first, uint32_t end, uint64_t count)
 {

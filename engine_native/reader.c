@@ -233,8 +233,7 @@ static void extent_ready(fkv_pool_waiter *waiter, uint8_t *buffer)
     assert(gathering); /* buffers are taken and given back while it goes on */
     *gathering->tail = op;
     gathering->tail = &op->next;
-    if (++gathering->count == GATHER_MAX)
-        gather_flush(extent->reading->job->engine, gathering);
+    if (++gathering->count == GATHER_MAX) gather_flush(extent->reading->job->engine, gathering);
 }
 
 void fkv_extent_issue(fkv_extent *extent)

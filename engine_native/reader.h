@@ -66,16 +66,16 @@ struct fkv_extent {
     uint64_t own_bytes;    /* buffer isn't the pool's */
     uint32_t header_pages; /* in front of the payload: the first read of a record */
     uint32_t first_page, page_count;
-    uint8_t *direct;       /* the caller's memory, or NULL */
-    uint64_t direct_bytes; /* whole pages that land there; the rest is in the buffer */
-    uint32_t want;         /* of a direct read */
+    uint8_t *direct;        /* the caller's memory, or NULL */
+    uint64_t direct_bytes;  /* whole pages that land there; the rest is in the buffer */
+    uint32_t want;          /* of a direct read */
     fkv_layer_range layers; /* that it brings, where they are waited for */
     fkv_extent *deferred;
 };
 
 /* reader.c */
-void fkv_extent_issue(fkv_extent *extent); /* starts it, or defers it until all are known */
-void fkv_extent_start(fkv_extent *extent); /* takes a buffer, then goes to the device */
+void fkv_extent_issue(fkv_extent *extent);        /* starts it, or defers it until all are known */
+void fkv_extent_start(fkv_extent *extent);        /* takes a buffer, then goes to the device */
 fkv_extent *fkv_extent_new(fkv_reading *reading); /* listed and counted as open; NULL: no memory */
 void fkv_want_fail(fkv_reading *reading, uint32_t want, uint32_t status);
 /* From this layer on; those below may be in place. */
