@@ -8,6 +8,7 @@ Invariants
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Sequence
 from typing import Any
@@ -35,6 +36,14 @@ def whole(error: Kind, name: str, value: object, low: int, high: int) -> int:
     if not low <= value <= high:
         raise error(f"{name} is out of range", value=shown(int(value)), limit=f"{low} to {high}")
     return int(value)
+
+
+def positive(error: Kind, name: str, value: object) -> float:
+    """A finite number (Python's or numpy's) above 0."""
+    kinds = (int, float, np.integer, np.floating)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
+        raise error(f"{name} must be a number above 0", value=shown(value))
+    return float(value)
 
 
 def whole_numbers(error: Kind, name: str, values: object) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ Invariants
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from flashkv import checks, limits, records
 from flashkv.codec import CODECS, ENCODE_BLOCK, ENCODE_RECORD, FIDELITIES, EncodeJob
 from flashkv.conversion import convert, fidelity_number
 from flashkv.errors import BatchResult, BlockStatus, KeyFormatError, MemoryViewError, OptionsError
+from flashkv.estimate import LoadPlan, flash_bytes, plan_load
 from flashkv.geometry import KVGeometry, MemoryView
 from flashkv.identity import CHAIN_TOKENS, Identity, Shard, keyspace, token_keys
 from flashkv.index import NONE, Keys
@@ -62,6 +64,7 @@ class _Wanted:
     token_count: int  # 0: to the block's end
     lengths: NDArray[np.uint16] | None
     worst: int | None
+    whole: bool  # all of each block
 
 
 class Namespace:
@@ -143,6 +146,24 @@ class Namespace:
             return Match(self._store.index.match(self._space, packed)[0])
         most = self._store.segments_max
         return Match(*self._store.leases.match(self._space, packed, lease_ms, most))
+
+    def estimate(self, keys: KeyBatch) -> float:
+        """Expected milliseconds of a get of those keys that are present, by recent gets of this
+        handle; 0.0: none is.
+        """
+        places = self.places(Keys.pack(keys))
+        size = flash_bytes(places[places["record"] != NONE]).sum()
+        return 1e3 * float(self._store.load_model.seconds(np.array([size]))[0])
+
+    def plan(self, keys: KeyBatch, prefill_tokens_per_s: float) -> LoadPlan:
+        """What to load of a prefix's leading keys that are present, and what to compute meanwhile.
+
+        prefill_tokens_per_s: what the engine computes of this prompt. Raises OptionsError.
+        """
+        speed = checks.positive(OptionsError, "prefill_tokens_per_s", prefill_tokens_per_s)
+        places = self.places(Keys.pack(keys))
+        count = int((places["record"] != NONE).cumprod().sum())
+        return plan_load(self._store.load_model, places[:count], speed)
 
     # ---- putting ----
 
@@ -367,6 +388,7 @@ class Namespace:
             token_count=count,
             lengths=_lengths(tokens, count, len(packed), memory.block_tokens),
             worst=None if min_fidelity is None else fidelity_number("min_fidelity", min_fidelity),
+            whole=layers is None and heads is None and token_range is None,
         )
         if progress is None:
             return self._read(packed, memory, wanted)
@@ -417,11 +439,15 @@ class Namespace:
                 token_count=count,
                 progress=progress if memory.in_place else None,
             )
+            began = time.perf_counter()
             statuses = store.reader.read(request, digests)
+            taken = time.perf_counter() - began
         ok = statuses == BlockStatus.OK
         memory.finish(ok)
         tokens = np.full(int(ok.sum()), count) if count else places["tokens"][ok]
         store.counters.note_get(statuses, tokens, memory.view.group.token_bytes)
+        if wanted.whole and ok.all():
+            store.load_model.note(int(flash_bytes(places).sum()), taken)
         if progress is None:
             return BatchResult(statuses)
         if not ok.all():

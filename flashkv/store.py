@@ -41,6 +41,7 @@ from flashkv.errors import (
     ReadOnlyStoreError,
     StoreError,
 )
+from flashkv.estimate import LoadModel
 from flashkv.filesystem import DISK, FileSystem
 from flashkv.folder import reserve_of
 from flashkv.gate import Gate
@@ -123,6 +124,7 @@ class Store:
         self.options = options
         self.read_only = read_only
         self.counters = Counters()
+        self.load_model = LoadModel()
         self.clock_ms = opening.now_ms
         self.writer_lock = threading.RLock()
         self._closed = True

@@ -174,6 +174,21 @@ static void found_check(plane *plane, const key_batch *batch, const reading *r, 
     plane_raise(&plane->keys[key].floor, version + 1);
 }
 
+/* All layers are settled by the read itself, and what failed is told. */
+static void layers_check(fkv_progress *progress, const reading *r)
+{
+    uint32_t settled = fkv_progress_wait(progress, LAYERS, 0), failed = FKV_NONE;
+    CHECK(settled == LAYERS, "%u layers are settled", settled);
+    for (uint32_t i = 0; i < r->row_count; i++) {
+        const fkv_read_want *w = &r->wants[i];
+        CHECK((w->status == FKV_OK) == (w->failed_layer == FKV_NONE), "status %u, layer %u",
+              w->status, w->failed_layer);
+        if (w->failed_layer < failed) failed = w->failed_layer;
+    }
+    CHECK(fkv_progress_failed(progress) == failed, "layer %u failed", failed);
+    fkv_progress_free(progress);
+}
+
 void plane_read(plane *plane, const key_batch *batch, const plane_view *view,
                 uint8_t *const *blocks, uint32_t first, uint32_t count, bool remove)
 {
@@ -197,6 +212,7 @@ void plane_read(plane *plane, const key_batch *batch, const plane_view *view,
     if (r.row_count && plane_wait_written(plane, newest)) rows_again(plane, batch, &r);
     if (r.row_count) {
         wants_make(plane, batch, first, count, &r);
+        fkv_progress *progress = newest & 1 ? fkv_progress_new(LAYERS) : NULL; /* now and then */
         fkv_read_batch job = {
             .geometry = &plane->geometry,
             .view = &view->view,
@@ -210,8 +226,10 @@ void plane_read(plane *plane, const key_batch *batch, const plane_view *view,
             .want_count = r.row_count,
             .gap_pages = 16,
             .amplification_percent = 125,
+            .progress = progress,
         };
         fkv_read(plane->engine, &job);
+        if (progress) layers_check(progress, &r);
     }
     fkv_index_unpin(plane->index, r.pinned, batch->count);
     for (uint32_t i = 0; i < r.row_count; i++)

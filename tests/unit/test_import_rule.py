@@ -24,7 +24,7 @@ LEVELS: list[set[str]] = [
     {"dtypes", "options", "openfiles", "filesystem"},
     {"geometry", "arrays", "checksums", "folder"},
     {"layout", "identity", "staging", "superblock"},
-    {"memory", "stats", "manifest_log", "progress"},
+    {"memory", "stats", "manifest_log", "progress", "estimate"},
     {"blockio"},
     {"index", "codec", "codec_choice", "manifest", "policies", "budget"},
     {"segments", "leases", "records"},
