@@ -8,8 +8,8 @@ Invariants
 
 from __future__ import annotations
 
-import math
 import reprlib
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from flashkv.errors import FlashKVError
 
 Kind = type[FlashKVError]
+LARGEST = sys.float_info.max
 
 
 def shown(value: object) -> str:
@@ -41,7 +42,7 @@ def whole(error: Kind, name: str, value: object, low: int, high: int) -> int:
 def positive(error: Kind, name: str, value: object) -> float:
     """A finite number (Python's or numpy's) above 0."""
     kinds = (int, float, np.integer, np.floating)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value <= LARGEST:
         raise error(f"{name} must be a number above 0", value=shown(value))
     return float(value)
 

@@ -35,6 +35,7 @@ LEVELS: list[set[str]] = [
     {"namespace"},
     {"snapshot"},
     {"store"},
+    {"pipeline"},
     {"__init__"},
     {"tiers", "data"},
     {"connectors"},
