@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from flashkv.tools.facts import store_facts
 from flashkv.tools.inspection import StoreView
-from flashkv.tools.record_facts import record_detail, segment_records
+from flashkv.tools.record_facts import StreamFacts, record_detail, segment_records
 from store_support import BACKENDS, open_store, shard_of
 
 from flashkv import Identity, KVGeometry
@@ -34,14 +34,56 @@ GOLDEN = {
     "lossless": {**COMMON, "segments/00000000.seg": "004703797c8e2186"},
     "fast": {**COMMON, "segments/00000000.seg": "aa68868ab14a05ad"},
 }
+"""By codec, of bfloat16."""
+OTHERS = {
+    ("bounded-2", "bfloat16"): (
+        "644e9af69d64fa87",
+        {"bounded by channel, bfloat16", "bounded by token, bfloat16"},
+    ),
+    ("bounded-4", "float16"): (
+        "ab6204dc80fca011",
+        {"bounded by channel, float16", "bounded by token, float16"},
+    ),
+    ("lossless", "float16"): ("ce9a528ff65b9e34", {"prefix code, float16"}),
+    ("lossless", "float32"): ("ed00892b33c72e4f", {"prefix code, float32"}),
+    ("lossless", "float8_e4m3fn"): ("20a018325cf0f55d", {"prefix code, float8_e4m3fn"}),
+    ("lossless", "int8"): ("c364b4d93b56843f", {"token delta"}),
+}
+"""By codec and type: the segment, and how its first record's streams are coded. None that zstd
+codes: those bytes are its version's."""
 
 
-def make(path: Path, codec: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store of 19 live blocks, by a clock that stands and names that count."""
+def fixed_names(monkeypatch: pytest.MonkeyPatch) -> None:
     names = itertools.count(1)
     monkeypatch.setattr("flashkv.opening.now_ms", lambda: NOW_MS)
     for module in ("opening", "space"):
         monkeypatch.setattr(f"flashkv.{module}.new_uuid", lambda: bytes([next(names)] * 16))
+
+
+def make_other(path: Path, codec: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As make(), of values that rise and fall slowly from token to token."""
+    fixed_names(monkeypatch)
+    geometry = KVGeometry.gqa(2, 2, 64, dtype)
+    token, dim = np.meshgrid(np.arange(320) % 199, np.arange(64) % 17, indexing="ij")
+    steps = ((token * (dim + 3)) % 97 - 48).astype(np.int8)  # whole numbers: the same anywhere
+    blocks = steps.reshape(len(KEYS), 1, 1, 1, 16, 64).repeat(2, 1).repeat(2, 2).repeat(2, 3)
+    data = {
+        "bfloat16": lambda: (blocks.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16),
+        "float16": lambda: blocks.astype(np.float16),
+        "float32": lambda: blocks.astype(np.float32) / np.float32(7),
+        "float8_e4m3fn": lambda: (blocks & 0x7).view(np.uint8) + np.uint8(0x30),
+        "int8": lambda: np.where(
+            blocks > 40, blocks, dim.reshape(*blocks.shape[:1], 1, 1, 1, 16, 64)
+        ).astype(np.int8),
+    }[dtype]()
+    with open_store(path, geometry, codec=codec) as store:
+        namespace = store.namespace(Identity(model="golden", revision="1"))
+        assert namespace.put(KEYS, data, position=0, parents=[b"", *KEYS[:-1]]).all_ok
+
+
+def make(path: Path, codec: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store of 19 live blocks, by a clock that stands and names that count."""
+    fixed_names(monkeypatch)
     ramp = np.arange(len(KEYS) * 2 * 2 * 2 * 16 * 64, dtype=np.float32) % 251 - 125
     data = (ramp.view(np.uint32) >> 16).astype(np.uint16).reshape(len(KEYS), 2, 2, 2, 16, 64)
     with open_store(path, GEOMETRY, codec=codec, backend=backend) as store:
@@ -80,6 +122,28 @@ def test_portable_code_writes_the_same(
     finally:
         lib.fkv_use_simd(1)
     assert digests(tmp_path / "store") == GOLDEN[codec]
+
+
+@pytest.mark.parametrize("simd", [0, 1])
+@pytest.mark.parametrize(("codec", "dtype"), sorted(OTHERS))
+def test_golden_bytes_of_other_codes(
+    tmp_path: Path, codec: str, dtype: str, simd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lib.fkv_use_simd(simd)
+    try:
+        make_other(tmp_path / "store", codec, dtype, monkeypatch)
+    finally:
+        lib.fkv_use_simd(1)
+    found = digests(tmp_path / "store")["segments/00000000.seg"]
+    modes = {stream.mode for stream in streams_of(tmp_path / "store")}
+    assert (found, modes) == OTHERS[codec, dtype]
+
+
+def streams_of(path: Path) -> list[StreamFacts]:
+    """Of the first record with blocks."""
+    view = StoreView(path)
+    page = next(row.page for row in segment_records(view, view.segments[0]) if row.blocks)
+    return record_detail(view, 0, page).streams
 
 
 @pytest.mark.parametrize("codec", sorted(GOLDEN))
