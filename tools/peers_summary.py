@@ -1,0 +1,130 @@
+"""flashkv-bench peers: the figures' keys, and the tables for the terminal.
+
+Invariants
+  - the JSON's keys are those of docs/benchmarks.md; nothing is judged;
+  - whoever was asked for has a row: with figures, or with the reason why there are none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.table import Table
+
+from .measure import Measurement, spread
+from .peers_protocol import Plan
+
+if TYPE_CHECKING:
+    from .peers_run import Outcome
+
+MB = 10**6
+
+
+def summary(outcome: Outcome, plans: Mapping[str, Plan]) -> dict[str, Any]:
+    """Medians by case and peer, their spread and samples, and what was found out beside them."""
+    figures: dict[str, Any] = {}
+    spreads: dict[str, Any] = {}
+    samples: dict[str, Any] = {}
+    for case, plan in plans.items():
+        figures[case], spreads[case], samples[case] = {}, {}, {}
+        puts, gets = outcome.puts.get(case, {}), outcome.gets.get(case, {})
+        for name in puts.keys() & gets.keys():
+            series = _series(puts[name], gets[name], outcome.disk_bytes[case][name])
+            around = {key: spread(values) for key, values in series.items()}
+            figures[case][name] = {key: value.median for key, value in around.items()}
+            payload = plan.count * plan.block_bytes
+            figures[case][name]["disk_ratio"] = around["disk_bytes"].median / payload
+            spreads[case][name] = {key: value.as_dict() for key, value in around.items()}
+            samples[case][name] = series
+    return {
+        "figures": figures,
+        "damage": outcome.damage,
+        "restart": outcome.restart,
+        "peers": outcome.facts,
+        "left_out": outcome.left_out,
+        "failed": outcome.failed,
+        "spread": spreads,
+        "samples": samples,
+        "order": outcome.order,
+    }
+
+
+def _series(
+    puts: list[Measurement], gets: list[Measurement], disk_bytes: list[int]
+) -> dict[str, list[float]]:
+    return {
+        "put_mb_per_s": [each.bytes_per_s / MB for each in puts],
+        "get_mb_per_s": [each.bytes_per_s / MB for each in gets],
+        "put_cpu_s_per_gb": [each.cpu_s_per_gb for each in puts],
+        "get_cpu_s_per_gb": [each.cpu_s_per_gb for each in gets],
+        "disk_bytes": [float(each) for each in disk_bytes],
+    }
+
+
+def peers_tables(figures: Mapping[str, Any]) -> Iterator[Table]:
+    """A table a case, and one of what doesn't depend on it."""
+    names = figures["settings"]["peers"]
+    for case, by_peer in figures["figures"].items():
+        yield _case_table(case, by_peer, names, figures)
+    yield _facts_table(names, figures)
+
+
+def _case_table(
+    case: str, by_peer: Mapping[str, Any], names: list[str], figures: Mapping[str, Any]
+) -> Table:
+    table = Table(box=box.SIMPLE, padding=0, collapse_padding=True)
+    table.add_column(case)
+    for title in ("put MB/s", "get MB/s", "put cpu s/GB", "get", "disk MB", "/data"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for name in names:
+        if name not in by_peer:
+            table.add_row(f"{name}: {_why(name, figures)}")
+            continue
+        row = by_peer[name]
+        table.add_row(
+            name,
+            f"{row['put_mb_per_s']:,.0f}",
+            f"{row['get_mb_per_s']:,.0f}",
+            f"{row['put_cpu_s_per_gb']:.2f}",
+            f"{row['get_cpu_s_per_gb']:.2f}",
+            f"{row['disk_bytes'] / MB:,.1f}",
+            f"{row['disk_ratio']:.3f}",
+        )
+    return table
+
+
+def _facts_table(names: list[str], figures: Mapping[str, Any]) -> Table:
+    titles = ("peer", "durable", "a flipped bit", "closed", "killed", "before flush", "version")
+    table = Table(*titles, box=box.SIMPLE, padding=0, collapse_padding=True)
+    for name in names:
+        facts = figures["peers"].get(name)
+        if facts is None:
+            table.add_row(f"{name}: {_why(name, figures)}")
+            continue
+        back = figures["restart"].get(name, {})
+        lives = ("closed", "killed_after_flush", "killed_before_flush")
+        table.add_row(
+            name if name not in figures["failed"] else f"{name}: {_why(name, figures)}",
+            "yes" if facts["durable"] else "no",
+            _damage(figures["damage"].get(name)),
+            *(f"{back[life]}/{back['blocks']}" if life in back else "-" for life in lives),
+            next(iter(facts["versions"].values()), ""),
+        )
+    return table
+
+
+def _damage(found: Mapping[str, Any] | None) -> str:
+    """The verdict, and how many blocks went with the damaged one."""
+    if found is None:
+        return "-"
+    lost = len(found["blocks"]) - found["blocks"].count("right")
+    also = f", {lost}/{len(found['blocks'])} lost" if found["verdict"] == "noticed" else ""
+    return f"{found['verdict']}{also}"
+
+
+def _why(name: str, figures: Mapping[str, Any]) -> str:
+    if name in figures["left_out"]:
+        return f"left out, {figures['left_out'][name]}"
+    return f"failed, {figures['failed'].get(name, 'no figures')}"
