@@ -52,7 +52,7 @@ from .fio import FioError, fio_path
 from .peers_blocks import KINDS
 from .peers_roster import ROSTER
 from .peers_run import BATCH, BLOCK_BYTES, ROUNDS, PeersSettings, peers_steps, run_peers
-from .peers_summary import peers_tables
+from .peers_summary import peers_reasons, peers_tables
 from .quality_session import QualitySettings, run_calibration, run_quality
 from .ttft_tables import ttft_tables
 
@@ -312,6 +312,8 @@ def peers_command(
     write_json(json_file, figures)
     for table in peers_tables(figures):
         console.print(table)
+    for reason in peers_reasons(figures):
+        console.print(reason, highlight=False, markup=False)
 
 
 def check_backend(name: str) -> str:

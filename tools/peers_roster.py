@@ -19,7 +19,6 @@ from .ttft_environments import ENGINES, variables
 
 LIBRARIES: Final = "peers"
 """Folder beside the environments, with packages for the interpreter of the bench itself."""
-OWN_PACKAGES: Final = ("lmdb", "rocksdict", "safetensors")
 
 
 @dataclass(frozen=True)
@@ -56,28 +55,32 @@ ROSTER: Final[dict[str, Entry]] = {
 def why_not(name: str, environments: Path) -> str:
     """Why a peer can't be started here, as far as files tell; empty where they don't."""
     environment = ROSTER[name].environment
-    if not environment or (environments / environment / "bin" / "python").exists():
+    if not environment:
         return ""
-    return (
-        f"no environment {environment} in {environments.name}: ./run bench-peers makes it"
-        f"{_logged(environments / f'{environment}.log')}"
-    )
+    said = _last_line(environments / f"{environment}.log")
+    if said:
+        return f"{environment} could not be installed: {said}"
+    if not (environments / environment / "bin" / "python").exists():
+        return f"no environment {environment} here: ./run bench-peers makes it"
+    return ""
 
 
 def hint(name: str, environments: Path) -> str:
-    """What the log of an installation that failed says, for a peer that could not be started."""
-    entry = ROSTER[name]
-    if entry.package:
-        return _logged(environments / f"{LIBRARIES}-{entry.package}.log")
-    return _logged(environments / f"{entry.environment}.log") if entry.environment else ""
+    """For a peer of the bench's own environment that could not be started: what to do, or why."""
+    package = ROSTER[name].package
+    if not package:
+        return ""
+    said = _last_line(environments / f"{LIBRARIES}-{package}.log")
+    return f" (installing it: {said})" if said else " (./run bench-peers installs it)"
 
 
-def _logged(log: Path) -> str:
+def _last_line(log: Path) -> str:
+    """Of the log that an installation left which failed."""
     try:
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     except OSError:
         return ""
-    return f" (installing said: {lines[-1].strip()})" if lines else ""
+    return lines[-1].strip() if lines else ""
 
 
 def command(name: str, settings: Path, environments: Path) -> list[str]:

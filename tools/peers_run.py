@@ -189,10 +189,10 @@ class _Run:
 
     def probes(self) -> None:
         """Damage and restarts, one peer after the other."""
-        plan = list(self.plans.values())[-1 if "bf16" in self.settings.kinds else 0]
-        first = min(self.plans.values(), key=lambda each: each.block_bytes)
-        damage = Plan(plan.kind, first.block_bytes, DAMAGE_BATCH, DAMAGE_BLOCKS)
-        restart = Plan(plan.kind, first.block_bytes, first.batch, first.batch)
+        # The kind that comes last is the one that codecs work on.
+        kind, block_bytes = self.settings.kinds[-1], min(self.settings.block_bytes)
+        damage = Plan(kind, block_bytes, DAMAGE_BATCH, DAMAGE_BLOCKS)
+        restart = Plan(kind, block_bytes, self.settings.batch, self.settings.batch)
         for name in self.settings.peers:
             self.step(f"damage, {name}")
             if name in self._sessions:
@@ -300,7 +300,7 @@ class _Run:
 
     def _session(self, name: str) -> Session:
         file = self.folder / f"{name}.json"
-        given = {"peer": name, "folder": str(self._kept(name))}
+        given = {"entry": asdict(ROSTER[name]), "folder": str(self._kept(name))}
         file.write_text(json.dumps(given), encoding="utf-8")
         environments = self.settings.environments
         return Session(
@@ -362,5 +362,5 @@ def _one_line(name: str, error: Exception) -> str:
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
-    first = lines[0].removeprefix(f"{name}: ")
+    first = lines[0].removeprefix(name).removeprefix(":").strip()
     return first if len(lines) == 1 else f"{first} {lines[-1]}"

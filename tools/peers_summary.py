@@ -71,16 +71,23 @@ def peers_tables(figures: Mapping[str, Any]) -> Iterator[Table]:
     yield _facts_table(names, figures)
 
 
+def peers_reasons(figures: Mapping[str, Any]) -> Iterator[str]:
+    """Why peers have no figures, or not all of them."""
+    for key, told in (("left_out", "left out"), ("failed", "failed")):
+        for name, reason in figures[key].items():
+            yield f"{name} {told}: {reason}"
+
+
 def _case_table(
     case: str, by_peer: Mapping[str, Any], names: list[str], figures: Mapping[str, Any]
 ) -> Table:
     table = Table(box=box.SIMPLE, padding=0, collapse_padding=True)
-    table.add_column(case)
+    table.add_column(case, no_wrap=True)
     for title in ("put MB/s", "get MB/s", "put cpu s/GB", "get", "disk MB", "/data"):
         table.add_column(title, justify="right", no_wrap=True)
     for name in names:
         if name not in by_peer:
-            table.add_row(f"{name}: {_why(name, figures)}")
+            table.add_row(name, _without(name, figures))
             continue
         row = by_peer[name]
         table.add_row(
@@ -96,21 +103,21 @@ def _case_table(
 
 
 def _facts_table(names: list[str], figures: Mapping[str, Any]) -> Table:
-    titles = ("peer", "durable", "a flipped bit", "closed", "killed", "before flush", "version")
-    table = Table(*titles, box=box.SIMPLE, padding=0, collapse_padding=True)
+    table = Table(box=box.SIMPLE, padding=0, collapse_padding=True)
+    for title in ("peer", "durable", "a flipped bit", "closed", "killed", "unflushed"):
+        table.add_column(title, no_wrap=True)
     for name in names:
         facts = figures["peers"].get(name)
         if facts is None:
-            table.add_row(f"{name}: {_why(name, figures)}")
+            table.add_row(name, _without(name, figures))
             continue
         back = figures["restart"].get(name, {})
         lives = ("closed", "killed_after_flush", "killed_before_flush")
         table.add_row(
-            name if name not in figures["failed"] else f"{name}: {_why(name, figures)}",
+            name,
             "yes" if facts["durable"] else "no",
             _damage(figures["damage"].get(name)),
             *(f"{back[life]}/{back['blocks']}" if life in back else "-" for life in lives),
-            next(iter(facts["versions"].values()), ""),
         )
     return table
 
@@ -120,11 +127,8 @@ def _damage(found: Mapping[str, Any] | None) -> str:
     if found is None:
         return "-"
     lost = len(found["blocks"]) - found["blocks"].count("right")
-    also = f", {lost}/{len(found['blocks'])} lost" if found["verdict"] == "noticed" else ""
-    return f"{found['verdict']}{also}"
+    return f"{found['verdict']}, {lost} lost" if found["verdict"] == "noticed" else found["verdict"]
 
 
-def _why(name: str, figures: Mapping[str, Any]) -> str:
-    if name in figures["left_out"]:
-        return f"left out, {figures['left_out'][name]}"
-    return f"failed, {figures['failed'].get(name, 'no figures')}"
+def _without(name: str, figures: Mapping[str, Any]) -> str:
+    return "left out" if name in figures["left_out"] else "failed"

@@ -20,7 +20,7 @@ from typing import Any
 from .measure import stopwatch
 from .peers_blocks import BlockSource, key_of
 from .peers_protocol import Peer, Plan
-from .peers_roster import ROSTER
+from .peers_roster import Entry
 from .ttft_protocol import own_output, say_line
 
 RIGHT, MISSING, WRONG, RAISED = "right", "missing", "wrong", "raised"
@@ -45,8 +45,8 @@ class Watch:
 class Worker:
     """The stores of one peer, by their names in its folder."""
 
-    def __init__(self, peer: str, folder: Path) -> None:
-        self.entry = ROSTER[peer]
+    def __init__(self, entry: Entry, folder: Path) -> None:
+        self.entry = entry
         self.folder = folder
         self._open: dict[str, Peer] = {}
         self._source: BlockSource | None = None
@@ -172,7 +172,7 @@ def main() -> None:
     lines = own_output()
     settings = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     try:
-        worker = Worker(settings["peer"], Path(settings["folder"]))
+        worker = Worker(Entry(**settings["entry"]), Path(settings["folder"]))
         say_line(lines, ready=worker.hello())
     except Exception as error:  # noqa: BLE001  (why a peer can't be started is part of the report)
         say_line(lines, error=_told(error))
