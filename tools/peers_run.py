@@ -162,7 +162,9 @@ class _Run:
             if name not in self._sessions:
                 continue
             try:
-                self.outcome.facts[name] = self._sessions[name].ready()
+                facts = self._sessions[name].ready()
+                facts["in_flight"] = facts["in_flight"] or self.settings.batch
+                self.outcome.facts[name] = facts
             except DemoError as error:
                 reason = _one_line(name, error) + hint(name, self.settings.environments)
                 self.outcome.left_out[name] = reason
