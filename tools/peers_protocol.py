@@ -54,7 +54,7 @@ class Facts:
     in_flight        blocks that it works on at once, of a batch; 0: all of it.
     flushes          whether it has a flush of its own.
     index_in_memory  whether it knows nothing of its files once it is closed.
-    direct_io        whether it goes past the page cache.
+    direct_io        whether its gets go past the page cache.
     """
 
     durable: bool

@@ -365,4 +365,4 @@ def _one_line(name: str, error: Exception) -> str:
     if not lines:
         return type(error).__name__
     first = lines[0].removeprefix(name).removeprefix(":").strip()
-    return first if len(lines) == 1 else f"{first} {lines[-1]}"
+    return first.rstrip(":") if len(lines) == 1 else f"{first} {lines[-1]}"

@@ -222,6 +222,22 @@ def test_a_peer_that_fails_is_named(disk_path: Path, monkeypatch: pytest.MonkeyP
     assert figures["damage"]["flashkv-raw"]["verdict"] == "noticed"
 
 
+def test_a_process_that_dies_spoils_no_other(
+    disk_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(self: Any, name: str, case: str, plan: Plan) -> None:
+        if name == "files":
+            self._sessions[name].kill()
+        original(self, name, case, plan)
+
+    original = peers_run._Run._put
+    monkeypatch.setattr(peers_run._Run, "_put", killed)
+    figures = run_peers(settings(disk_path, "files", "flashkv-raw", rounds=1), lambda _: None)
+    assert figures["failed"] == {"files": "bf16 0.25 MiB: gave no answer"}
+    assert list(figures["figures"]["bf16 0.25 MiB"]) == ["flashkv-raw"]
+    assert figures["restart"]["flashkv-raw"]["closed"] == 4
+
+
 def test_nobody_can_be_started(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="no environment vllm here"):
         run_peers(settings(tmp_path, "vllm-fs"), lambda _: None)
