@@ -1,5 +1,5 @@
-"""flashkv-bench: the store's speed beside fio's, how fast it opens, what it does for a model, what
-the codecs cost and gain.
+"""flashkv-bench: the store's speed beside fio's and other stores', how fast it opens, what it does
+for a model, what the codecs cost and gain.
 
 Method and keys: docs/benchmarks.md.
 
@@ -11,6 +11,7 @@ Invariants
 from __future__ import annotations
 
 import json
+import random
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -28,7 +28,6 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
-from rich.table import Table
 
 import flashkv
 from flashkv.options import BACKENDS, parse_bytes
@@ -38,7 +37,6 @@ from .bench_io import (
     DEFAULT_SIZE_BYTES,
     PAIRS_MIN,
     QUICK_SIZE_BYTES,
-    RATIOS,
     SIZE_MIN_BYTES,
     IoSettings,
     io_steps,
@@ -47,9 +45,14 @@ from .bench_io import (
 from .bench_open import BLOCKS_MIN, OpenSettings, open_steps, run_open
 from .bench_quality import BLOCK_TOKENS
 from .bench_sets import BenchError
+from .bench_tables import codec_table, io_table, open_table, quality_table
 from .bench_ttft import ALL, TOKENS, TtftSettings, run_ttft, ttft_steps
 from .demo_protocol import DemoError
 from .fio import FioError, fio_path
+from .peers_blocks import KINDS
+from .peers_roster import ROSTER
+from .peers_run import BATCH, BLOCK_BYTES, ROUNDS, PeersSettings, peers_steps, run_peers
+from .peers_summary import peers_reasons, peers_tables
 from .quality_session import QualitySettings, run_calibration, run_quality
 from .ttft_tables import ttft_tables
 
@@ -109,7 +112,7 @@ def codec_command(
         figures = run_codec(data or REAL_KV, say, peers)
     except (flashkv.FlashKVError, BenchError, DemoError, OSError) as error:
         fail(str(error))
-    show_codec(figures)
+    console.print(codec_table(figures))
     write_json(json_file, figures)
 
 
@@ -186,10 +189,7 @@ def open_command(
     except (flashkv.FlashKVError, BenchError, OSError) as error:
         fail(str(error))
     write_json(json_file, figures)
-    table = Table("", "value", box=box.SIMPLE)
-    for key in ("blocks", "open_s", "index_bytes_per_block", "contains_one_us"):
-        table.add_row(key, f"{figures[key]:,.3f}".removesuffix(".000"))
-    console.print(table)
+    console.print(open_table(figures))
 
 
 @app.command("ttft")
@@ -259,6 +259,63 @@ def ttft_command(
         fail("\n".join(f"{name} failed: {why}" for name, why in figures["failed"].items()))
 
 
+@app.command("peers")
+def peers_command(
+    json_file: Json = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(help=f"One of {', '.join(ROSTER)}; may be given again. [all]"),
+    ] = None,
+    engines: Annotated[
+        Path, typer.Option(help="Folder of the peers' environments.", file_okay=False)
+    ] = ENGINES_FOLDER,
+    size: Annotated[
+        str, typer.Option(help="Bytes of blocks on the disk at once, of all peers.")
+    ] = "6GiB",
+    rounds: Annotated[int, typer.Option(min=1)] = ROUNDS,
+    batch: Annotated[int, typer.Option(min=1, max=256, help="Blocks in flight.")] = BATCH,
+    block: Annotated[
+        list[str] | None, typer.Option(help="Size of a block; may be given again. [1MiB, 4MiB]")
+    ] = None,
+    kind: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Of what is stored: {' or '.join(KINDS)}. [both]"),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of the order in each round. [by chance, and told]")
+    ] = None,
+    path: Folder = Path(),
+) -> None:
+    """Put and get beside other stores, in interleaved rounds; damage, and what outlives a kill."""
+    for given, known, option in ((peer, ROSTER, "--peer"), (kind, KINDS, "--kind")):
+        for name in given or ():
+            if name not in known:
+                fail(f"{option} is {name!r}, must be one of {', '.join(known)}")
+    try:
+        blocks = tuple(parse_bytes(text, "--block") for text in block or ())
+        settings = PeersSettings(
+            path=path,
+            environments=engines.resolve(),
+            size_bytes=parse_bytes(size, "--size"),
+            rounds=rounds,
+            batch=batch,
+            block_bytes=blocks or BLOCK_BYTES,
+            kinds=tuple(dict.fromkeys(kind or KINDS)),
+            peers=tuple(dict.fromkeys(peer or ROSTER)),
+            seed=random.randrange(1 << 32) if seed is None else seed,
+        )
+        say(f"seed {settings.seed}")
+        with progress(peers_steps(settings)) as step:
+            figures = run_peers(settings, step)
+    except (flashkv.FlashKVError, BenchError, OSError) as error:
+        fail(str(error))
+    write_json(json_file, figures)
+    for table in peers_tables(figures):
+        console.print(table)
+    for reason in peers_reasons(figures):
+        console.print(reason, highlight=False, markup=False)
+
+
 def check_backend(name: str) -> str:
     """The name, if it is a backend's; else ends the program with what would be one."""
     if name not in BACKENDS:
@@ -313,61 +370,6 @@ def write_json(file: Path | None, figures: Mapping[str, Any]) -> None:
         sys.stdout.write(text)
     else:
         file.write_text(text, encoding="utf-8")
-
-
-def show_codec(figures: Mapping[str, Any]) -> None:
-    """The figures, one a line."""
-    table = Table("figure", "value", box=box.SIMPLE)
-    for name, value in figures.items():
-        text = f"{value:.3f}" if isinstance(value, float) else str(value)
-        if isinstance(value, dict):
-            parts = ((key, f"{v:.3f}" if isinstance(v, float) else v) for key, v in value.items())
-            text = ", ".join(f"{key}: {part}" for key, part in parts)
-        table.add_row(name, text)
-    console.print(table)
-
-
-def quality_table(figures: Mapping[str, Any]) -> Table:
-    """Levels, and CacheGen's scheme at their bits."""
-    table = Table(box=box.SIMPLE)
-    for title in ("level", "bits", "KL mean", "p99", "top-1", "CacheGen bits", "KL"):
-        table.add_column(title, justify="left" if title == "level" else "right", no_wrap=True)
-    for row in figures["levels"]:
-        table.add_row(
-            row["level"],
-            f"{row['bits_on_disk']:.2f}",
-            f"{row['kl_mean']:.5f}",
-            f"{row['kl_p99']:.4f}",
-            f"{100 * row['top1']:.1f} %",
-            f"{row['cachegen_bits']:.2f}",
-            f"{row['cachegen_kl']:.5f}",
-        )
-    return table
-
-
-def io_table(figures: Mapping[str, Any]) -> Table:
-    """Ratios with their spread, both sides' speed and processor time."""
-    table = Table(box=box.SIMPLE, padding=0, collapse_padding=True)
-    table.add_column("store beside fio", no_wrap=True)
-    for title in ("ratio", "q1..q3", "MB/s", "fio", "cpu s/GB", "fio"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for key, (ours, theirs) in RATIOS.items():
-        around = figures["spread"][key]
-        speed, cpu = figures["bytes_per_s"], figures["cpu_s_per_gb"]
-        table.add_row(
-            key,
-            f"{figures[key]:.2f}",
-            f"{around['q1']:.2f}..{around['q3']:.2f}",
-            f"{speed[ours] / 1e6:,.0f}",
-            f"{speed[theirs] / 1e6:,.0f}",
-            f"{cpu[ours]:.2f}",
-            f"{cpu[theirs]:.2f}",
-        )
-    table.caption = (
-        f"control plane {figures['control_us_per_batch']:.0f} us a batch"
-        f" + {figures['control_us_per_block']:.2f} us a block"
-    )
-    return table
 
 
 def main() -> None:

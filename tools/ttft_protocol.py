@@ -56,29 +56,29 @@ class Side(Protocol):
 
 def serve(open_side: Callable[[dict[str, Any]], Side]) -> None:
     """Answers until standard input ends. Ends the process with status 1 where it can't go on."""
-    lines = _own_output()
+    lines = own_output()
     side = None
     try:
         settings = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
         side = open_side(settings)
-        _say(lines, ready=side.facts())
+        say_line(lines, ready=side.facts())
         for text in sys.stdin:
             command = json.loads(text)
             if command["do"] == "settle":
                 side.settle()
-                _say(lines, done={})
+                say_line(lines, done={})
             else:
                 tokens = settings["prompts"][command["prompt"]]
-                _say(lines, done=asdict(side.answer(tokens, command["source"])))
+                say_line(lines, done=asdict(side.answer(tokens, command["source"])))
     except SideError as error:
-        _say(lines, error=str(error))
+        say_line(lines, error=str(error))
         sys.exit(1)
     finally:
         if side is not None:
             side.close()
 
 
-def _own_output() -> TextIO:
+def own_output() -> TextIO:
     """Standard output for lines alone; what anybody else prints goes to standard error."""
     sys.stdout.flush()
     lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -86,6 +86,6 @@ def _own_output() -> TextIO:
     return lines
 
 
-def _say(lines: TextIO, **line: Any) -> None:
+def say_line(lines: TextIO, **line: Any) -> None:
     lines.write(json.dumps(line) + "\n")
     lines.flush()

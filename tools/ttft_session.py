@@ -66,6 +66,16 @@ class Session:
         self._tell({"do": "answer", "prompt": prompt, "source": source})
         return self._hear("done", ANSWER_S)
 
+    def ask(self, command: Mapping[str, Any]) -> dict[str, Any]:
+        """What the process answers a command of its own protocol. Raises DemoError."""
+        self._tell(command)
+        return self._hear("done", ANSWER_S)
+
+    def kill(self) -> None:
+        """Ends the process at once, as a crash does; end() does the rest."""
+        self._process.kill()
+        self._process.wait()
+
     def settle(self) -> None:
         """Returns when what was stored can be read from the disk. Raises DemoError."""
         self._tell({"do": "settle"})
