@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from mutation import mutate
+from mutation import equivalents, mutate
 from mutation.mutants import mutants_of
 
 SOURCE = """\
@@ -76,3 +76,44 @@ def test_samples_are_repeated_by_their_seed() -> None:
     assert all(mutate.tests_of(mutant.file) for mutant in first)
     with pytest.raises(SystemExit, match="no tests are known"):
         mutate.tests_of("crc32c.c")
+
+
+def test_sabotage_stops_every_function() -> None:
+    assert mutate.sabotaged(SOURCE).count("__builtin_trap") == 1
+    for path in sorted((mutate.ROOT / mutate.ENGINE).glob("codec_*.c")):
+        source = path.read_text(encoding="utf-8")
+        if path.name != "codec_bounded_avx2.c":  # all of it is a macro's
+            assert mutate.sabotaged(source).count("__builtin_trap") > 1
+
+
+def test_every_file_of_a_codec_has_tests() -> None:
+    for path in sorted((mutate.ROOT / mutate.ENGINE).glob("codec_*.[ch]")):
+        for test in mutate.tests_of(path.name):
+            assert (mutate.ROOT / test).is_file()
+    assert mutate.tests_of("codec_prefix_planes.h") != mutate.tests_of("codec_prefix.h")
+
+
+def test_listed_equivalents_are_mutants_of_today() -> None:
+    """An entry goes when its line of code goes."""
+    today = set()
+    for path in (mutate.ROOT / mutate.ENGINE).glob("codec_*.[ch]"):
+        source = path.read_text(encoding="utf-8")
+        for mutant in mutants_of(path.name, source):
+            place, change = (
+                equivalents.place_of(mutant, source),
+                equivalents.change_of(mutant, source),
+            )
+            today.add((place, change))
+    assert set(equivalents.listed()) <= today
+
+
+def test_how_equivalents_are_listed() -> None:
+    mutant = next(m for m in mutants_of("f.c", SOURCE) if m.old == "&&")
+    place, change = equivalents.place_of(mutant, SOURCE), equivalents.change_of(mutant, SOURCE)
+    assert place == "f.c f: if (*a < 16u && -b != 0x0F) return a[1] << 2;"
+    assert change == "13 '&&' -> '||'"
+    text = f"# why\n{place}\n    {change}: neither is ever true\n"
+    assert equivalents.listed(text) == {(place, change): "neither is ever true"}
+    for wrong in (f"    {change}: no place\n", f"{place}\n    {change}:\n"):
+        with pytest.raises(ValueError, match="no entry"):
+            equivalents.listed(wrong)
