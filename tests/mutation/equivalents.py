@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from mutants import Mutant
 
 LISTED = Path(__file__).resolve().parent / "equivalent.txt"
-FUNCTION = re.compile(r"^[A-Za-z_][^;={}]*?(\w+)\([^;]*?\)\s*\{", re.MULTILINE)
+FUNCTION = re.compile(r"^[A-Za-z_][^;={}]*?(\w+)\([^;(){}]*\)\s*\{", re.MULTILINE)
 
 
 def place_of(mutant: Mutant, source: str) -> str:

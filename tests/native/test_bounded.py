@@ -200,7 +200,7 @@ def test_choices_for_numbers_of_all_sizes(
     mode=st.sampled_from(MODES),
     rows=st.integers(1, 12),
     codes=st.lists(st.sampled_from([*range(14), 15]), min_size=1, max_size=70),
-    base=st.sampled_from([-190, -60, -8, 0, 8, 70]),
+    base=st.sampled_from([-920, -190, -60, -8, 0, 8, 70, 110, 860, 960]),
     first_token=st.integers(0, 3),
     seed=st.integers(0, 2**32 - 1),
 )

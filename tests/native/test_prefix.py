@@ -14,7 +14,7 @@ import pytest
 import realkv
 from codec_contents import KINDS, make, streams_of
 from fxp_reference import code_path, scattered
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefix_reference import BF16, E4M3, FP16, MODES
 
@@ -42,6 +42,7 @@ def check(
     given_parameters = parameters
     if parameters is None:
         parameters = prefix.choose(vectors, vector_bytes, mode)
+        assert parameters.tolist() == prefix.reference_choose(values, mode)
     stripe = prefix.reference_encode(values, mode, parameters)
     if len(stripe) > prefix.PAGE_BYTES:
         return len(stripe)
@@ -123,6 +124,30 @@ def test_unwanted_rows_are_skipped(mode: int, kind: str, values: int, seed: int)
         assert decoded is not None
         expected = content.view(np.uint8).reshape(rows, 2 * values)
         assert (decoded == np.where(wanted[:, None], expected, prefix.CANARY)).all()
+
+
+@settings(max_examples=40)
+@given(
+    kind=st.sampled_from(KINDS),
+    mode=st.sampled_from(MODES),
+    rows=st.sampled_from([1, 2, 15, 16, 17, 254, 255, 256, 510, 511, 3855, 3856, 7711, 9000]),
+    values=st.integers(1, 40),
+    negative=st.sampled_from([0, 0.05, 0.0625, 0.5, 0.94, 1]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_choices_for_many_rows(
+    kind: str, mode: int, rows: int, values: int, negative: float, seed: int
+) -> None:
+    """More than counters of eight bits take, more than sums of sixteen do."""
+    rng = np.random.default_rng(seed)
+    content = contents(kind, rows, values, seed, mode) & 0x7FFF
+    content |= (rng.random(content.shape) < negative).astype(np.uint16) << 15
+    content[:, values // 2 :] >>= np.uint16(seed % 3)  # channels of other sizes
+    content &= np.uint16(prefix.PATTERN[mode])
+    expected = prefix.reference_choose(content, mode)
+    for level in (0, 1):
+        with code_path(level):
+            assert prefix.choose(scattered(content), 2 * values, mode).tolist() == expected
 
 
 def test_what_is_chosen() -> None:

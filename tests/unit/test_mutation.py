@@ -9,7 +9,7 @@ from mutation.mutants import mutants_of
 SOURCE = """\
 /* a + b */
 #define N 3
-static int table[4] = {7, 0};
+static int more[2], table[4 + 1] = {7, 0};
 const char *name = "1 < 2"; // 5
 int f(int *a, unsigned b)
 {
