@@ -2,7 +2,8 @@
 
 Invariants
   - the tree is never written to: sources are changed in the copy, and its tests load its core;
-  - the core that tests load is the one that was linked last: its digest goes with each trial;
+  - the core that tests load is the one that was linked last, and not the whole one: its digest goes
+    with each trial;
   - after a trial the copy's sources and objects are whole again.
 """
 
@@ -62,12 +63,15 @@ class Workshop:
         self.seconds: dict[str, float] = {}
         if like:
             shutil.copytree(like.folder, folder, symlinks=True)
-            self.commands, self.link = like.commands, like.link
+            self.commands, self.link, self.whole = like.commands, like.link, like.whole
         else:
             self._copy()
             self.commands, self.link = self._build()
+            if not self.linked():
+                sys.exit("the core can't be linked")
+            self.whole = self.digest()
         environment = {
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"},
             "PYTHONPATH": str(self.folder),
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
@@ -159,12 +163,20 @@ class Workshop:
                 return "not compiled"
         if all(self._object(source).read_bytes() == content for source, content in objects.items()):
             return "same code"
-        return "core" if self.linked() else "not compiled"
+        if not self.linked():
+            return "not compiled"
+        if self.digest() == self.whole:
+            sys.exit(f"the core in {self.folder} is the whole one, though its objects changed")
+        return "core"
 
     def linked(self) -> bool:
         """Links the objects as they are."""
         (self.folder / CORE).unlink(missing_ok=True)
         return self._runs(self.link)
+
+    def digest(self) -> str:
+        """SHA-256 of the core."""
+        return hashlib.sha256((self.folder / CORE).read_bytes()).hexdigest()
 
     def _runs(self, command: list[str]) -> bool:
         return (
@@ -181,7 +193,7 @@ class Workshop:
             "examples": examples,
             "properties_only": properties_only,
             "seconds": self.seconds,
-            "core": hashlib.sha256((self.folder / CORE).read_bytes()).hexdigest(),
+            "core": self.digest(),
         }
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()

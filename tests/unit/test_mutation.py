@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from mutation import equivalents, mutate
-from mutation.mutants import mutants_of
+from mutation.mutants import Mutant, mutants_of
 
 SOURCE = """\
 /* a + b */
@@ -117,3 +117,28 @@ def test_how_equivalents_are_listed() -> None:
     for wrong in (f"    {change}: no place\n", f"{place}\n    {change}:\n"):
         with pytest.raises(ValueError, match="no entry"):
             equivalents.listed(wrong)
+
+
+@pytest.mark.slow
+def test_the_core_that_was_changed_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = "codec_delta.c"
+    fault = next(m for m in mutants_of(file, mutate.source_of(file)) if m.old == "^")
+    comment = Mutant(file, 1, 0, 0, "", "/* */ ")
+    known = {}
+    with mutate.workshops(1, [file]) as (workshop,):
+        assert mutate.judge(workshop, fault, known).name == mutate.KILLED
+        assert mutate.judge(workshop, comment, known).name == mutate.SAME_CODE
+        assert workshop.linked()
+        assert workshop.digest() == workshop.whole
+        assert workshop.tried(mutate.tests_of(file), 5).passed
+        # Linked elsewhere, as by setuptools, or not at all.
+        monkeypatch.setattr(workshop, "linked", lambda: True)
+        with pytest.raises(SystemExit, match="the whole one"):
+            mutate.judge(workshop, fault, known)
+        monkeypatch.setattr(workshop, "_made", lambda _objects: "core")
+        with pytest.raises(SystemExit, match="stops the process"):
+            mutate.prove(workshop, [file])
+        # Another installation's.
+        monkeypatch.setattr(workshop, "digest", lambda: "0" * 64)
+        with pytest.raises(SystemExit, match="another core"):
+            workshop.tried(mutate.tests_of(file), 5)
