@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -81,6 +81,12 @@ def sample(files: list[str], count: int, seed: int) -> list[Mutant]:
     for file in files:
         every += mutants_of(file, source_of(file))
     return random.Random(seed).sample(every, min(count, len(every)))
+
+
+def survivors_of(file: Path) -> list[Mutant]:
+    """Of an earlier run, with the sources as they were."""
+    rows = json.loads(file.read_text(encoding="utf-8"))["mutants"]
+    return [Mutant(**row["mutant"]) for row in rows if row["verdict"] == SURVIVED]
 
 
 def sabotaged(source: str) -> str:
@@ -191,13 +197,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=2, help="processes that test (2)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none after that")
     parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--again", type=Path, help="only what survived the run that wrote this JSON"
+    )
     given = parser.parse_args(arguments)
     files = given.files or sorted(
         path.name
         for path in (ROOT / ENGINE).glob("codec_*.[ch]")
         if path.name.startswith(tuple(TESTS))
     )
-    chosen, verdicts = sample(files, given.count, given.seed), []
+    chosen = survivors_of(given.again) if given.again else sample(files, given.count, given.seed)
+    verdicts: list[Verdict] = []
     begin = proved = time.monotonic()
     for verdict in verdicts_of(chosen, given.workers, begin + given.seconds):
         if not verdicts:
@@ -207,7 +217,7 @@ def main(arguments: list[str] | None = None) -> int:
     share = report(verdicts, given.seed, time.monotonic() - proved)
     if given.json:
         rows = [
-            {"mutant": str(each.mutant), "verdict": each.name, "reason": each.reason}
+            {"mutant": asdict(each.mutant), "verdict": each.name, "reason": each.reason}
             for each in verdicts
         ]
         text = json.dumps({"seed": given.seed, "killed_share": share, "mutants": rows}, indent=2)

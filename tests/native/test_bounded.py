@@ -226,9 +226,10 @@ def test_any_parameters(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_many_rows_and_batches(mode: int) -> None:
+@pytest.mark.parametrize(("rows", "values"), [(90, 24), (900, 1)])
+def test_many_rows_and_batches(mode: int, rows: int, values: int) -> None:
     """More groups than a batch, of a width that fills no group."""
-    words = content_of("normal bf16" if mode % 3 != 0 else "normal fp16", mode, 90, 24, 3)
+    words = content_of("normal bf16" if mode % 3 != 0 else "normal fp16", mode, rows, values, 3)
     assert check(words, mode, -0.5, 2)
 
 
@@ -404,6 +405,13 @@ def test_absurd_parameters_are_refused() -> None:
             changed = parameters.copy()
             changed[at] = byte
             assert bounded.decode(stripe, shape, mode, changed) is None
+        greatest = 970 if mode in TOKENS else 1000  # tokens' step has 15 levels of a quarter octave
+        for base, is_refused in ((greatest, False), (greatest + 1, True)):
+            changed = parameters.copy()
+            changed[:2] = base & 255, base >> 8
+            changed[3] = mode in TOKENS
+            encoded = bounded.encode(in_memory(words), 16, mode, changed, levels)
+            assert (encoded == b"") == is_refused
         changed = parameters.copy()
         changed[4] = changed[4] & 0xF0 | 14
         assert bounded.decode(stripe, shape, mode, changed) is None

@@ -187,6 +187,9 @@ def test_absurd_parameters_are_refused() -> None:
     wrong = parameters.copy()
     wrong[3] = (wrong[3] & 0x3F) | 0x40  # negative, but not steady
     assert prefix.decode(stripe, (4, 32), BF16, wrong) is None
+    rows, out = prefix.addresses(scattered(content)), np.zeros(4096, np.uint8)
+    arguments = prefix._u64(rows), 4, 32, BF16, prefix._u8(wrong), prefix._u8(out)
+    assert prefix.lib.fkv_prefix_encode(*arguments) == 0
     wrong = np.full(17, 32, np.uint8)
     assert prefix.decode(stripe, (4, 32), FP16, wrong) is None  # a base of six bits
     assert prefix.decode(stripe, (4, 31), BF16, parameters) is None
