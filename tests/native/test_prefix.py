@@ -169,6 +169,18 @@ def test_what_is_chosen() -> None:
         assert (prefix.symbol_of(0, False, chosen[4], BF16)) in (0, 1, 2)
 
 
+def test_choices_at_their_edges() -> None:
+    exponents = np.full((40, 5), 100)
+    exponents[:4, 0] = 200, 186, 172, 158  # outliers, each as far below as a count reaches
+    exponents[:, 3], exponents[:, 4] = 50, 49  # half of the base, and less: nearer to 0
+    content = (exponents << 7).astype(np.uint16)
+    expected = prefix.reference_choose(content, BF16)
+    assert [byte & 31 for byte in expected[1:]] == [0, 0, 0, 30, 31]
+    for level in (0, 1):
+        with code_path(level):
+            assert prefix.choose(scattered(content), 10, BF16).tolist() == expected
+
+
 def test_a_few_outliers_do_not_matter() -> None:
     content = make("normal bf16", 200, 16, 5)
     plain = prefix.choose(scattered(content), 32, BF16)
