@@ -31,6 +31,10 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE,
 )
+# A line up to the name of an array that is not the first one there.
+_LATER = re.compile(
+    r"\s*(?:static |const )*(?:\w+_t|__m\w+|float|bool|int) (?:\w+ = [\w.]+, )*[^(=]*$"
+)
 _SWAPS = {
     "<": ("<=", ">"),
     "<=": ("<", ">"),
@@ -123,8 +127,7 @@ def _in_declared_size(code: str, at: int) -> bool:
     named = re.search(r"([A-Za-z_]\w*)[ *]+[A-Za-z_]\w*(?:\[[^\]]*\])*$", before)
     if named is not None and named[1] not in ("return", "else", "case", "sizeof"):
         return True
-    # A later one of its line.
-    return re.match(r"\s*(?:static |const )*(?:\w+_t|float|bool|int) [^(=]*$", before) is not None
+    return _LATER.match(before) is not None
 
 
 def _is_declaration_or_unary(code: str, token: re.Match[str]) -> bool:
