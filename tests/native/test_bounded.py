@@ -194,6 +194,17 @@ def test_choices_for_numbers_of_all_sizes(
     check_choice(words, in_memory(words), mode, factor, seed % 5)
 
 
+@pytest.mark.parametrize("mean", [0, 300, 2000])
+def test_steps_are_as_large_as_the_middle_needs(mean: int) -> None:
+    """Which is so many steps that eleven bits tell it, whatever the deviation asks for."""
+    numbers = np.random.default_rng(5).normal(size=(64, 6)) * [1, 1, 1, 1, 1, 8] + mean
+    words = words_of(numbers, CHANNELS[2])
+    _, parameters, levels = check_choice(words, in_memory(words), CHANNELS[2], -8.0, 0)
+    steps = [channel.step for channel in bounded.stream_of(parameters, CHANNELS[2]).channels]
+    assert min(steps) > mean / 600
+    assert check_stripe(words, in_memory(words), CHANNELS[2], parameters, levels)
+
+
 @settings(deadline=None)
 @given(
     kind=st.sampled_from(["special", "outliers", "normal bf16", "any bits"]),
