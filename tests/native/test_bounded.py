@@ -237,6 +237,20 @@ def test_any_parameters(
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_the_greatest_numbers_do_not_become_infinite(mode: int) -> None:
+    """Half a step beyond them is an escape, whatever the step."""
+    kind = bounded.dtype_of(mode)
+    greatest = {"bf16": 0x7F7F, "fp16": 0x7BFF, "fp32": 0x7F7FFFFF}[kind]
+    words, levels = np.full((1, 1), greatest, bounded.word_of(mode)), np.zeros(1, np.uint8)
+    for base in range(50, 130) if kind == "fp16" else range(930, 970):
+        fields = [base & 255, base >> 8, 0, 0, 13, 0, *([] if mode in TOKENS else [0])]
+        parameters = np.array(fields, np.uint8)
+        assert check_stripe(words, in_memory(words), mode, parameters, levels)
+        got = bounded.reference_values(words, mode, parameters, levels)
+        assert np.isfinite(bounded.numbers(got, mode)).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("rows", "values"), [(90, 24), (900, 1)])
 def test_many_rows_and_batches(mode: int, rows: int, values: int) -> None:
     """More groups than a batch, of a width that fills no group."""

@@ -170,15 +170,15 @@ def test_what_is_chosen() -> None:
 
 
 def test_choices_at_their_edges() -> None:
-    exponents = np.full((40, 5), 100)
+    exponents = np.full((40, 8), 100)
     exponents[:4, 0] = 200, 186, 172, 158  # outliers, each as far below as a count reaches
-    exponents[:, 3], exponents[:, 4] = 50, 49  # half of the base, and less: nearer to 0
+    exponents[:, 5:] = 69, 50, 49  # out of reach; half of the base, and less: nearer to 0
     content = (exponents << 7).astype(np.uint16)
     expected = prefix.reference_choose(content, BF16)
-    assert [byte & 31 for byte in expected[1:]] == [0, 0, 0, 30, 31]
+    assert [byte & 31 for byte in expected[1:]] == [0, 0, 0, 0, 0, 30, 30, 31]
     for level in (0, 1):
         with code_path(level):
-            assert prefix.choose(scattered(content), 10, BF16).tolist() == expected
+            assert prefix.choose(scattered(content), 16, BF16).tolist() == expected
 
 
 def test_a_few_outliers_do_not_matter() -> None:
