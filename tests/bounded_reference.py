@@ -144,7 +144,9 @@ def stream_of(parameters: np.ndarray, mode: int) -> Stream:
         middle = _signed(bits >> 4, 12) if by_token else _signed(bits >> 13, 11)
         carry = F(0) if by_token else F(bits >> 4 & 7) / F(8)
         unit_of_middle = step * F(2 ** max(low - 1, 0))
-        found.append(Channel(low, 1 + (code & 1), carry, step, F(middle) * unit_of_middle))
+        with np.errstate(over="ignore"):
+            middle_value = F(middle) * unit_of_middle
+        found.append(Channel(low, 1 + (code & 1), carry, step, middle_value))
     steps = [step_of(base + (level << unit)) for level in range(16)] if by_token else []
     return Stream(mode, exact, found, steps)
 

@@ -186,3 +186,66 @@ def reference_bits(values: np.ndarray, mode: int, parameters: np.ndarray) -> int
             total += sum(bits for _, bits in digits_of(symbol, own.kind))
             total += (8 + own.steady) * (symbol == ESCAPE)
     return total
+
+
+# ---- what is chosen, again --------------------------------------------------------------------
+DELTAS, DELTA_FIRST, COUNT_MAX, OTHERS = 8, -6, 3855, 15
+WIDE_FLAG, NEGATIVE, STEADY = 0x20, 0x40, 0x80
+
+
+def _price(kind: int, distance: int) -> int:
+    symbol = next((s for s, own in DISTANCES[kind].items() if own == distance), ESCAPE)
+    return sum(bits for _, bits in digits_of(symbol, kind)) + 8 * (symbol == ESCAPE)
+
+
+NO_DISTANCE = 1000
+PRICES = np.array(
+    [
+        [_price(kind, k + DELTA_FIRST + d if k < OTHERS else NO_DISTANCE) for k in range(16)]
+        for kind in (NARROW, WIDE)
+        for d in range(DELTAS)
+    ]
+)
+"""Bits by combination of kind and base, and by distance below the highest exponent."""
+
+
+def _own_choice(exponents: np.ndarray, negatives: int, mode: int) -> tuple[int, int]:
+    """(base, flags) of a channel."""
+    count, limit = len(exponents), 256
+    for _ in range(4):
+        top = int(exponents[exponents < limit].max(initial=0))
+        below = np.where(exponents > top, OTHERS, np.minimum(top - exponents, OTHERS))
+        counts = np.bincount(below, minlength=16)
+        if counts[OTHERS] <= count // 2 or top < OTHERS:
+            break
+        limit = top - 14  # a few outliers on top of what matters
+    shift = 0
+    while count >> shift > COUNT_MAX:
+        shift += 1
+    best = int((PRICES @ (counts >> shift)).argmin())
+    base = (top + DELTA_FIRST + best % DELTAS) & EXPONENT_MAX[mode]
+    flags = WIDE_FLAG if best >= DELTAS else 0
+    if negatives * 16 < count:
+        flags |= STEADY
+    elif (count - negatives) * 16 < count:
+        flags |= STEADY | NEGATIVE
+    return base, flags
+
+
+def reference_choose(values: np.ndarray, mode: int) -> list[int]:
+    """What choose() gives: the base that most channels reach, the lowest one of equals."""
+    exponents = values >> 7 & 0xFF if mode == BF16 else values >> 10 & 0x1F
+    signs = (values >> 15).sum(0)
+    own = [
+        _own_choice(exponents[:, c].astype(int), int(signs[c]), mode)
+        for c in range(values.shape[1])
+    ]
+    bases = np.array([base for base, _ in own])
+    reached = [((bases <= b) & (bases > b - 31)).sum() for b in range(256)]
+    common, out = int(np.argmax(reached)), []
+    for base, flags in own:
+        delta = max(common - base, 0)
+        if delta >= 31:
+            delta = 30 if base >= common // 2 else 31  # 31: base 0
+        out.append(delta | flags)
+    return [common, *out]

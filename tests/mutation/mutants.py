@@ -31,6 +31,10 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE,
 )
+# A line up to the name of an array that is not the first one there.
+_LATER = re.compile(
+    r"\s*(?:static |const )*(?:\w+_t|__m\w+|float|bool|int) (?:\w+ = [\w.]+, )*[^(=]*$"
+)
 _SWAPS = {
     "<": ("<=", ">"),
     "<=": ("<", ">"),
@@ -52,7 +56,7 @@ _SWAPS = {
     ">>": ("<<",),
     "+=": ("-=",),
     "-=": ("+=",),
-    "|=": ("&=", "^="),
+    "|=": ("&=",),  # "^=" is the same where bits are put together
     "&=": ("|=",),
     "^=": ("|=",),
     "<<=": (">>=",),
@@ -97,6 +101,8 @@ def mutants_of(file: str, source: str) -> list[Mutant]:
 
 def _changes(code: str, token: re.Match[str]) -> Iterator[str]:
     text = token[0]
+    if _in_declared_size(code, token.start()):
+        return
     if token["number"]:
         yield from _numbers(code, token)
     elif text in _SWAPS and not _is_declaration_or_unary(code, token):
@@ -104,9 +110,6 @@ def _changes(code: str, token: re.Match[str]) -> Iterator[str]:
 
 
 def _numbers(code: str, token: re.Match[str]) -> Iterator[str]:
-    before = code[: token.start()].rstrip()
-    if before.endswith("[") and _declares_array(code, token.start()):
-        return  # the size of an array: another one is no fault, or a crash
     digits = re.match(r"(0[xX][0-9a-fA-F]+|[0-9]+)([uUlL]*)", token[0])
     assert digits is not None
     value, suffix = int(digits[1], 0), digits[2]
@@ -115,10 +118,16 @@ def _numbers(code: str, token: re.Match[str]) -> Iterator[str]:
         yield f"{value - 1}{suffix}"
 
 
-def _declares_array(code: str, at: int) -> bool:
-    line = code[code.rfind("\n", 0, at) + 1 : at].rstrip()
-    named = re.search(r"([A-Za-z_]\w*)[ *]+[A-Za-z_]\w*(?:\[[^\]]*\])*\[$", line)
-    return named is not None and named[1] != "return"
+def _in_declared_size(code: str, at: int) -> bool:
+    """Whether it is in the size of an array: another size is no fault, or a crash."""
+    line = code[code.rfind("\n", 0, at) + 1 : at]
+    if line.count("[") <= line.count("]"):
+        return False
+    before = line[: line.rindex("[")]
+    named = re.search(r"([A-Za-z_]\w*)[ *]+[A-Za-z_]\w*(?:\[[^\]]*\])*$", before)
+    if named is not None and named[1] not in ("return", "else", "case", "sizeof"):
+        return True
+    return _LATER.match(before) is not None
 
 
 def _is_declaration_or_unary(code: str, token: re.Match[str]) -> bool:

@@ -12,8 +12,9 @@ import bounded_reference as bounded
 import numpy as np
 import pytest
 import realkv
+from bounded_choice_reference import reference_choose
 from bounded_reference import CHANNELS, MODES, PAGE_BYTES, TOKENS
-from codec_contents import KINDS, make, streams_of
+from codec_contents import KINDS, bf16_bits, make, streams_of
 from fxp_reference import CANARY, code_path, scattered
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,6 +32,18 @@ def content_of(kind: str, mode: int, rows: int, values: int, seed: int) -> np.nd
     rng = np.random.default_rng(seed)
     noise = rng.integers(0, 65536, halves.shape).astype(np.uint32)
     return halves.astype(np.uint32) << 16 | noise
+
+
+def words_of(numbers: np.ndarray, mode: int) -> np.ndarray:
+    """Bits of the mode's type."""
+    with np.errstate(over="ignore"):
+        match bounded.dtype_of(mode):
+            case "bf16":
+                return bf16_bits(numbers)
+            case "fp16":
+                return numbers.astype(np.float16).view(np.uint16)
+            case _:
+                return numbers.astype(np.float32).view(np.uint32)
 
 
 def in_memory(words: np.ndarray, gap_bytes: int = 0, offset: int = 0) -> np.ndarray:
@@ -57,6 +70,55 @@ def check_bound(
     assert (got == words)[: max(stream.exact - first_token, 0)].all()
 
 
+def check_choice(
+    words: np.ndarray, vectors: np.ndarray, mode: int, factor: float, exact: int
+) -> tuple[int, np.ndarray, np.ndarray]:
+    """What is chosen, the same on every code path and in the reference."""
+    expected = reference_choose(words, mode, factor, exact)
+    for level in (0, 1):
+        with code_path(level):
+            bits, parameters, levels = bounded.choose(vectors, words.shape[1], mode, factor, exact)
+        assert bits == expected[0]
+        if bits:
+            assert parameters.tolist() == expected[1]
+            assert levels.tolist() == expected[2]
+    return bits, parameters, levels
+
+
+def check_stripe(
+    words: np.ndarray,
+    vectors: np.ndarray,
+    mode: int,
+    parameters: np.ndarray,
+    levels: np.ndarray,
+    first_token: int = 0,
+    gap_bytes: int = 0,
+    offset: int = 0,
+) -> bytes:
+    """The stripe from first_token on, with all its properties; empty where it can't be."""
+    words, vectors, levels = words[first_token:], vectors[first_token:], levels[first_token:]
+    rows, values = words.shape
+    if not rows:
+        return b""
+    shape = (rows, words.itemsize * values)
+    stripe = bounded.reference_encode(words, mode, parameters, levels, first_token)
+    expected = bounded.reference_values(words, mode, parameters, levels, first_token)
+    fits = len(stripe) <= PAGE_BYTES
+    for level in (0, 1):
+        with code_path(level):
+            found = bounded.encode(vectors, values, mode, parameters, levels, first_token)
+            assert found == (stripe if fits else b"")
+            if not found:
+                continue
+            decoded = bounded.decode(
+                found, shape, mode, parameters, first_token, gap_bytes=gap_bytes, offset=offset
+            )
+        assert decoded is not None
+        assert (decoded == expected.view(np.uint8).reshape(shape)).all()
+    check_bound(words, mode, parameters, levels, first_token)
+    return stripe if fits else b""
+
+
 def check(
     words: np.ndarray,
     mode: int,
@@ -69,44 +131,11 @@ def check(
     """Every property of the stripe from first_token on of a stream that begins with `exact` tokens
     to be kept; returns it, empty where it can't be.
     """
-    values = words.shape[1]
     vectors = in_memory(words, gap_bytes, offset)
-    vector_bytes = words.itemsize * values
-    chosen = []
-    for level in (0, 1):
-        with code_path(level):
-            chosen.append(bounded.choose(vectors, values, mode, factor, exact))
-    assert chosen[0][0] == chosen[1][0]
-    bits, parameters, levels = chosen[1]
+    bits, parameters, levels = check_choice(words, vectors, mode, factor, exact)
     if not bits:
         return b""
-    assert chosen[0][1].tolist() == parameters.tolist()
-    assert chosen[0][2].tolist() == chosen[1][2].tolist()
-    words, vectors, levels = words[first_token:], vectors[first_token:], levels[first_token:]
-    rows = len(words)
-    if not rows:
-        return b""
-    stripe = bounded.reference_encode(words, mode, parameters, levels, first_token)
-    expected = bounded.reference_values(words, mode, parameters, levels, first_token)
-    for level in (0, 1):
-        with code_path(level):
-            found = bounded.encode(vectors, values, mode, parameters, levels, first_token)
-            assert found == (stripe if len(stripe) <= PAGE_BYTES else b"")
-            if not found:
-                continue
-            decoded = bounded.decode(
-                found,
-                (rows, vector_bytes),
-                mode,
-                parameters,
-                first_token,
-                gap_bytes=gap_bytes,
-                offset=offset,
-            )
-        assert decoded is not None
-        assert (decoded == expected.view(np.uint8).reshape(rows, vector_bytes)).all()
-    check_bound(words, mode, parameters, levels, first_token)
-    return stripe if len(stripe) <= PAGE_BYTES else b""
+    return check_stripe(words, vectors, mode, parameters, levels, first_token, gap_bytes, offset)
 
 
 @settings(deadline=None)  # the reference goes bit by bit
@@ -136,10 +165,96 @@ def test_round_trip(
     check(words, mode, factor, exact, first_token, gap_bytes, gap_bytes % 4)
 
 
+@settings(deadline=None, max_examples=40)
+@given(
+    mode=st.sampled_from(MODES),
+    values=st.integers(1, 20),
+    rows=st.sampled_from([1, 40, 127, 128, 129, 256, 257]),
+    factor=st.one_of(st.sampled_from(FACTORS), st.floats(-2, 2, width=32)),
+    scale=st.sampled_from([-40, -7, 0, 9]),
+    mean=st.sampled_from([0, 0.5, 60]),
+    spread=st.sampled_from([0, 1, 5]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_choices_for_numbers_of_all_sizes(
+    mode: int,
+    values: int,
+    rows: int,
+    factor: float,
+    scale: int,
+    mean: float,
+    spread: int,
+    seed: int,
+) -> None:
+    """Codes are chosen by a sample of many rows; steps and levels by all of them."""
+    rng = np.random.default_rng(seed)
+    of_tokens, of_channels = (np.exp2(rng.normal(size=n) * spread) for n in (rows, values))
+    numbers = (rng.normal(size=(rows, values)) + mean) * of_tokens[:, None] * of_channels
+    words = words_of(numbers * 2.0**scale, mode)
+    check_choice(words, in_memory(words), mode, factor, seed % 5)
+
+
+@pytest.mark.parametrize("mean", [0, 300, 2000])
+def test_steps_are_as_large_as_the_middle_needs(mean: int) -> None:
+    """Which is so many steps that eleven bits tell it, whatever the deviation asks for."""
+    numbers = np.random.default_rng(5).normal(size=(64, 6)) * [1, 1, 1, 1, 1, 8] + mean
+    words = words_of(numbers, CHANNELS[2])
+    _, parameters, levels = check_choice(words, in_memory(words), CHANNELS[2], -8.0, 0)
+    steps = [channel.step for channel in bounded.stream_of(parameters, CHANNELS[2]).channels]
+    assert min(steps) > mean / 600
+    assert check_stripe(words, in_memory(words), CHANNELS[2], parameters, levels)
+
+
+@settings(deadline=None)
+@given(
+    kind=st.sampled_from(["special", "outliers", "normal bf16", "any bits"]),
+    mode=st.sampled_from(MODES),
+    rows=st.integers(1, 12),
+    codes=st.lists(st.sampled_from([*range(14), 15]), min_size=1, max_size=70),
+    base=st.sampled_from([-920, -190, -60, -8, 0, 8, 70, 110, 860, 960]),
+    first_token=st.integers(0, 3),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_parameters(
+    kind: str, mode: int, rows: int, codes: list[int], base: int, first_token: int, seed: int
+) -> None:
+    """Steps that don't fit what is coded: escapes of all kinds, and values that follow them."""
+    rng = np.random.default_rng(seed)
+    words, levels = content_of(kind, mode, rows, len(codes), seed), rng.integers(0, 16, rows)
+    by_token = mode in TOKENS
+    base += int(rng.integers(-8, 8))
+    fields = [base & 255, base >> 8 & 255, int(rng.integers(0, 5)), int(by_token and seed % 2)]
+    for c, code in enumerate(codes):
+        middle = int(rng.choice([0, 0, 1, -1, rng.integers(-1024, 1024)]))
+        carry, delta = int(rng.integers(0, 8)), int(rng.integers(0, 64))
+        field = code | (middle << 4 if by_token else carry << 4 | delta << 7 | middle << 13)
+        if code == bounded.NOTHING:
+            field, words[:, c] = code, 0
+        size = 2 if by_token else 3
+        fields += list((field & (1 << 8 * size) - 1).to_bytes(size, "little"))
+    parameters = np.array(fields, np.uint8)
+    check_stripe(words, in_memory(words), mode, parameters, levels.astype(np.uint8), first_token)
+
+
 @pytest.mark.parametrize("mode", MODES)
-def test_many_rows_and_batches(mode: int) -> None:
+def test_the_greatest_numbers_do_not_become_infinite(mode: int) -> None:
+    """Half a step beyond them is an escape, whatever the step."""
+    kind = bounded.dtype_of(mode)
+    greatest = {"bf16": 0x7F7F, "fp16": 0x7BFF, "fp32": 0x7F7FFFFF}[kind]
+    words, levels = np.full((1, 1), greatest, bounded.word_of(mode)), np.zeros(1, np.uint8)
+    for base in range(50, 130) if kind == "fp16" else range(930, 970):
+        fields = [base & 255, base >> 8, 0, 0, 13, 0, *([] if mode in TOKENS else [0])]
+        parameters = np.array(fields, np.uint8)
+        assert check_stripe(words, in_memory(words), mode, parameters, levels)
+        got = bounded.reference_values(words, mode, parameters, levels)
+        assert np.isfinite(bounded.numbers(got, mode)).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("rows", "values"), [(90, 24), (900, 1)])
+def test_many_rows_and_batches(mode: int, rows: int, values: int) -> None:
     """More groups than a batch, of a width that fills no group."""
-    words = content_of("normal bf16" if mode % 3 != 0 else "normal fp16", mode, 90, 24, 3)
+    words = content_of("normal bf16" if mode % 3 != 0 else "normal fp16", mode, rows, values, 3)
     assert check(words, mode, -0.5, 2)
 
 
@@ -315,6 +430,13 @@ def test_absurd_parameters_are_refused() -> None:
             changed = parameters.copy()
             changed[at] = byte
             assert bounded.decode(stripe, shape, mode, changed) is None
+        greatest = 970 if mode in TOKENS else 1000  # tokens' step has 15 levels of a quarter octave
+        for base, is_refused in ((greatest, False), (greatest + 1, True)):
+            changed = parameters.copy()
+            changed[:2] = base & 255, base >> 8
+            changed[3] = mode in TOKENS
+            encoded = bounded.encode(in_memory(words), 16, mode, changed, levels)
+            assert (encoded == b"") == is_refused
         changed = parameters.copy()
         changed[4] = changed[4] & 0xF0 | 14
         assert bounded.decode(stripe, shape, mode, changed) is None

@@ -236,6 +236,16 @@ def test_absurd_shapes_are_refused() -> None:
     assert verdict(64, 1, 128, 2**32 - 1) == -1
 
 
+def test_what_fits_no_page_is_refused() -> None:
+    parameters = np.zeros(65, np.uint8)
+    for rows in (64, 65):
+        values = np.zeros((rows, 64), np.uint32)
+        for mode in (PREFIX, PREFIX_SHORT):  # the upper halves' low bytes alone fill a page
+            assert encode(values, mode, parameters) == b""
+    assert encode(np.zeros((33, 64), np.uint32), FXP, parameters) == b""  # the lower halves
+    assert encode(np.zeros((32, 64), np.uint32), FXP, parameters) != b""
+
+
 def test_exponents_of_e4m3_have_four_bits() -> None:
     """One of five would come back as another byte."""
     zero = np.array([7, 0], np.uint8)  # narrow

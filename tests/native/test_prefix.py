@@ -14,7 +14,7 @@ import pytest
 import realkv
 from codec_contents import KINDS, make, streams_of
 from fxp_reference import code_path, scattered
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefix_reference import BF16, E4M3, FP16, MODES
 
@@ -42,6 +42,7 @@ def check(
     given_parameters = parameters
     if parameters is None:
         parameters = prefix.choose(vectors, vector_bytes, mode)
+        assert parameters.tolist() == prefix.reference_choose(values, mode)
     stripe = prefix.reference_encode(values, mode, parameters)
     if len(stripe) > prefix.PAGE_BYTES:
         return len(stripe)
@@ -125,6 +126,30 @@ def test_unwanted_rows_are_skipped(mode: int, kind: str, values: int, seed: int)
         assert (decoded == np.where(wanted[:, None], expected, prefix.CANARY)).all()
 
 
+@settings(max_examples=40)
+@given(
+    kind=st.sampled_from(KINDS),
+    mode=st.sampled_from(MODES),
+    rows=st.sampled_from([1, 2, 15, 16, 17, 254, 255, 256, 510, 511, 3855, 3856, 7711, 9000]),
+    values=st.integers(1, 40),
+    negative=st.sampled_from([0, 0.05, 0.0625, 0.5, 0.94, 1]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_choices_for_many_rows(
+    kind: str, mode: int, rows: int, values: int, negative: float, seed: int
+) -> None:
+    """More than counters of eight bits take, more than sums of sixteen do."""
+    rng = np.random.default_rng(seed)
+    content = contents(kind, rows, values, seed, mode) & 0x7FFF
+    content |= (rng.random(content.shape) < negative).astype(np.uint16) << 15
+    content[:, values // 2 :] >>= np.uint16(seed % 3)  # channels of other sizes
+    content &= np.uint16(prefix.PATTERN[mode])
+    expected = prefix.reference_choose(content, mode)
+    for level in (0, 1):
+        with code_path(level):
+            assert prefix.choose(scattered(content), 2 * values, mode).tolist() == expected
+
+
 def test_what_is_chosen() -> None:
     """A steady sign is found, a narrow channel too, and zeros are cheap."""
     rng = np.random.default_rng(1)
@@ -142,6 +167,18 @@ def test_what_is_chosen() -> None:
         assert (chosen[0].kind, chosen[3].kind) == (prefix.WIDE, prefix.NARROW)
         assert chosen[3].base == 127
         assert (prefix.symbol_of(0, False, chosen[4], BF16)) in (0, 1, 2)
+
+
+def test_choices_at_their_edges() -> None:
+    exponents = np.full((40, 8), 100)
+    exponents[:4, 0] = 200, 186, 172, 158  # outliers, each as far below as a count reaches
+    exponents[:, 5:] = 69, 50, 49  # out of reach; half of the base, and less: nearer to 0
+    content = (exponents << 7).astype(np.uint16)
+    expected = prefix.reference_choose(content, BF16)
+    assert [byte & 31 for byte in expected[1:]] == [0, 0, 0, 0, 0, 30, 30, 31]
+    for level in (0, 1):
+        with code_path(level):
+            assert prefix.choose(scattered(content), 16, BF16).tolist() == expected
 
 
 def test_a_few_outliers_do_not_matter() -> None:
@@ -162,6 +199,9 @@ def test_absurd_parameters_are_refused() -> None:
     wrong = parameters.copy()
     wrong[3] = (wrong[3] & 0x3F) | 0x40  # negative, but not steady
     assert prefix.decode(stripe, (4, 32), BF16, wrong) is None
+    rows, out = prefix.addresses(scattered(content)), np.zeros(4096, np.uint8)
+    arguments = prefix._u64(rows), 4, 32, BF16, prefix._u8(wrong), prefix._u8(out)
+    assert prefix.lib.fkv_prefix_encode(*arguments) == 0
     wrong = np.full(17, 32, np.uint8)
     assert prefix.decode(stripe, (4, 32), FP16, wrong) is None  # a base of six bits
     assert prefix.decode(stripe, (4, 31), BF16, parameters) is None

@@ -71,3 +71,18 @@ def test_no_code_takes_more_than_the_vectors(tmp_path: Path, dim: int, seed: int
     near = rng.integers(0x3800, 0x3C00, shape)
     data = np.where(rng.random(shape) < 0.56, noise, near).astype(np.uint16)
     round_trip(tmp_path / "store", data, "lossless", dtype="float16")
+
+
+@pytest.mark.parametrize("codec", ["lossless", "fast"])
+def test_floats_whose_lower_halves_are_zero_take_none_of_them(tmp_path: Path, codec: str) -> None:
+    noise = np.random.default_rng(6).normal(size=(4, 1, 2, 2, 64, 64)).astype(np.float32)
+    short = (noise.view(np.uint32) & 0xFFFF0000).view(np.float32)
+    ratios = []
+    for name, data in (("short", short), ("whole", noise)):
+        geometry = KVGeometry.gqa(1, 2, 64, "float32")
+        with open_store(tmp_path / name, geometry, codec=codec) as store:
+            namespace = store.namespace(Identity(model="m"))
+            assert namespace.put([bytes([n]) for n in range(4)], data, position=0).all_ok
+            store.flush()
+            ratios.append(store.stats().compression)
+    assert ratios[0] > 2 > ratios[1]

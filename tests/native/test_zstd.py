@@ -117,6 +117,17 @@ def test_frames_that_lie_are_refused(name: str, frame: bytes) -> None:
     assert decode(HALVES, bytes(1000) + frame, 2000) is None, name
 
 
+def test_chunks_that_lie_are_refused() -> None:
+    """Modes that aren't there, lower halves without upper ones."""
+    halves = b"\x11\x22\x33" + frame_with(b"abc")
+    assert decode(HALVES, halves, 6) == b"\x11a\x22b\x33c"
+    assert decode(3, halves, 6) is None
+    assert decode(HALVES, b"\x11" + frame_with(b""), 1) is None
+    assert decode(HALVES, halves[:3], 6) is None
+    assert decode(HALVES, halves[:2], 6) is None
+    assert decode(PLAIN, halves, len(halves) + 1) is None
+
+
 def test_golden_chunks() -> None:
     """Frames of today's zstd are read for ever: stored blocks, repeated ones."""
     stored = bytes.fromhex("28b52ffd 2003 190000 616263")
