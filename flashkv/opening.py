@@ -230,9 +230,7 @@ def stored_geometry(block: Superblock, given: KVGeometry | None, path: Path) -> 
     return stored
 
 
-def load_manifest(
-    folder: Path, files: FileSystem = DISK
-) -> tuple[Superblock, ManifestState, bool]:
+def load_manifest(folder: Path, files: FileSystem = DISK) -> tuple[Superblock, ManifestState, bool]:
     """Superblock, state and whether the log was whole, for a reader beside a writer or a writer's
     own open.
     """

@@ -84,9 +84,7 @@ class SmallDisk:
     def check(self) -> None:
         """Asserts that the unmounted file system is whole."""
         command = {"ext4": ["e2fsck", "-fn"], "xfs": ["xfs_repair", "-n"]}[self.kind]
-        done = subprocess.run(
-            [*command, self.image], capture_output=True, text=True, check=False
-        )
+        done = subprocess.run([*command, self.image], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
 
     # ---- room ----

@@ -259,9 +259,7 @@ class HeaderView:
             parameters, taken = _parameters(data[at:], int(row["vector_bytes"]), mode, packed)
             role = _ROLES.get(int(row["role"]), str(row["role"]))
             name = MODE_NAMES.get(mode, str(mode))
-            found.append(
-                StreamFacts(stream, layer, plane, role, head, name, full, parameters)
-            )
+            found.append(StreamFacts(stream, layer, plane, role, head, name, full, parameters))
             at += taken
         return found
 

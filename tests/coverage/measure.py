@@ -87,9 +87,7 @@ def python_branches() -> dict[str, tuple[int, int]]:
         summary, top = file["summary"], name.split("/")[0]
         covered, total = totals[top]
         totals[top] = (covered + summary["covered_branches"], total + summary["num_branches"])
-        lines += [
-            f"{name}:{start}: never goes to {end}" for start, end in file["missing_branches"]
-        ]
+        lines += [f"{name}:{start}: never goes to {end}" for start, end in file["missing_branches"]]
         lines += [f"{name}:{line}: never reached" for line in file["missing_lines"]]
     (BUILD / "python.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return totals

@@ -154,9 +154,7 @@ def golden_rows(rows: list[str]) -> np.ndarray:
 
 @pytest.mark.parametrize(("mode", "rows", "chosen", "stripe"), GOLDEN)
 @pytest.mark.parametrize("level", [0, 1])
-def test_golden_stripes(
-    mode: int, rows: list[str], chosen: str, stripe: str, level: int
-) -> None:
+def test_golden_stripes(mode: int, rows: list[str], chosen: str, stripe: str, level: int) -> None:
     vectors = golden_rows(rows)
     parameters = np.frombuffer(bytes.fromhex(chosen) + b"\0", np.uint8)
     with fxp.code_path(level):

@@ -1,5 +1,4 @@
-"""The native index at its limits: arguments that fit nothing, answers that nobody wants, no memory.
-"""
+"""The native index at its limits: arguments that fit nothing, answers nobody wants, no memory."""
 
 from __future__ import annotations
 
@@ -142,9 +141,7 @@ def test_nobody_asks_what_was_dropped(index: Any) -> None:
     lib.fkv_index_lookup(index, digests_of(blocks), 2, 0, pointer(place, "fkv_place *"))
     assert place["sequence"].tolist() == [6, 6]
     wrong = np.array([6, 5], np.uint64)
-    lib.fkv_index_remove(
-        index, digests_of(blocks), pointer(wrong, "uint64_t *"), 2, NULL, NULL
-    )
+    lib.fkv_index_remove(index, digests_of(blocks), pointer(wrong, "uint64_t *"), 2, NULL, NULL)
     assert totals(index) == (1, 1)
 
 
@@ -153,8 +150,13 @@ def test_kills_of_others_kill_nothing(index: Any) -> None:
     lib.fkv_index_begin_segment(index, 0, 7)
     rows, blocks = records([5, 6, 8])
     right = {"segment": 0, "epoch": 7, "sequence": 6, "page": 20, "ordinal": 1}
-    for name, value in (("segment", 1), ("epoch", 6), ("sequence", 5), ("page", 21),
-                        ("ordinal", 9)):
+    for name, value in (
+        ("segment", 1),
+        ("epoch", 6),
+        ("sequence", 5),
+        ("page", 21),
+        ("ordinal", 9),
+    ):
         kills = np.zeros(3, KILL)
         for field, known in right.items():
             kills[field] = known

@@ -317,8 +317,12 @@ def test_a_header_of_nonsense(inline: Engine, fd: int, shape: Shape) -> None:
     for _ in range(300):
         image = bytearray(record.image)
         for at in rng.integers(HEADER_BYTES, record.header_bytes, 3):
-            struct.pack_into("<I", image, min(int(at) // 4 * 4, record.header_bytes - 4),
-                             int(rng.choice([0, 1, 5, 1 << 16, 1 << 25, (1 << 32) - 1])))
+            struct.pack_into(
+                "<I",
+                image,
+                min(int(at) // 4 * 4, record.header_bytes - 4),
+                int(rng.choice([0, 1, 5, 1 << 16, 1 << 25, (1 << 32) - 1])),
+            )
         image = record.signed(image)
         if record.check(image) == OK:
             record.write(image)
@@ -488,9 +492,12 @@ def test_a_namespace_that_has_no_room() -> None:
     assert (buffer == POISON).all()
     large = bytes(5 << 20)
     room = np.zeros(6 << 20, np.uint8)
-    assert lib.fkv_encode_namespace(
-        digest, large, len(large), 0, 1, pointer(room, "uint8_t *"), len(room)
-    ) == 0
+    assert (
+        lib.fkv_encode_namespace(
+            digest, large, len(large), 0, 1, pointer(room, "uint8_t *"), len(room)
+        )
+        == 0
+    )
     assert lib.fkv_encode_namespace(digest, text, len(text), 0, 1, data, 2 * PAGE) == 2 * PAGE
 
 

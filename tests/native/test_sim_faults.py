@@ -152,9 +152,7 @@ def test_a_stray_write(device: Device, engine: Engine, disk_path: Path, amount: 
         assert file_content(plain) == old.tobytes()
 
 
-def test_one_fault_of_time_and_one_of_outcome_meet(
-    device: Device, engine: Engine, fd: int
-) -> None:
+def test_one_fault_of_time_and_one_of_outcome_meet(device: Device, engine: Engine, fd: int) -> None:
     device.fault(dev.WRITE, dev.HANG)
     device.fault(dev.WRITE, dev.FAIL, result=-errno.EIO)
     device.fault(dev.WRITE, dev.FAIL, result=-errno.ENOSPC)

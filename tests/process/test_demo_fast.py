@@ -14,9 +14,7 @@ TIMEOUT_S = 120
 
 def flashkv(*arguments):
     command = [sys.executable, "-m", "flashkv.tools.cli", *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
 
 
 @pytest.mark.parametrize("backend", ["io_uring", "threads"])

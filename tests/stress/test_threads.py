@@ -110,9 +110,7 @@ class Worker:
     def own(self, most: int) -> list[int]:
         first = self.random.randrange(KEYS // THREADS)
         count = self.random.randint(1, most)
-        return [
-            (first + i) % (KEYS // THREADS) * THREADS + self.number for i in range(count)
-        ]
+        return [(first + i) % (KEYS // THREADS) * THREADS + self.number for i in range(count)]
 
     @staticmethod
     def keys(numbers: list[int]) -> list[bytes]:
@@ -159,9 +157,7 @@ class Worker:
         out = np.full((len(numbers), *SHAPE), 0xA5A5, np.uint16)
         oldest = self.history.of("oldest", numbers)
         if by_ticket:
-            result = self.finished(
-                self.client.submit_get(self.namespace, self.keys(numbers), out)
-            )
+            result = self.finished(self.client.submit_get(self.namespace, self.keys(numbers), out))
         else:
             result = self.namespace.get(self.keys(numbers), out)
         newest = self.history.of("newest", numbers)

@@ -187,9 +187,7 @@ def test_a_hole_ends_the_prefix(tmp_path, model, prompt):
 
 
 def test_damage_ends_the_prefix_and_what_is_restored_is_right(tmp_path, model, prompt):
-    with open_store(
-        tmp_path / "store", model, options=flashkv.Options(codec="raw")
-    ) as store:
+    with open_store(tmp_path / "store", model, options=flashkv.Options(codec="raw")) as store:
         prefix = PrefixCache(store, model)
         original = prefill(prefix, model, prompt)
         prefix.save(original, prompt)

@@ -153,7 +153,7 @@ def test_an_ended_engine_has_given_its_memory_back(tmp_path):
         "import subprocess, sys\n"
         f"worker = subprocess.Popen([sys.executable, '-c', {worker!r}], stdout=subprocess.PIPE)\n"
         "worker.stdout.readline()\n"
-        "print('{\"ready\": {\"worker\": %d}}' % worker.pid, flush=True)\n"
+        'print(\'{"ready": {"worker": %d}}\' % worker.pid, flush=True)\n'
         "sys.stdin.read()\n"
     )
     session = ttft_session.Session("fake", [sys.executable, "-c", source], {})
