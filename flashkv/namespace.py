@@ -393,6 +393,7 @@ class Namespace:
         if progress is None:
             return self._read(packed, memory, wanted)
         checks.instance(OptionsError, "progress", progress, LayerProgress)
+        progress.check_group(self.geometry, number)
         try:
             return self._read(packed, memory, wanted, progress)
         except BaseException:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashkv import checks
+from flashkv import checks, limits
 from flashkv.errors import OptionsError, OutOfMemoryError
 from flashkv.geometry import KVGeometry
 from flashkv.native import ffi, lib
@@ -12,8 +12,8 @@ class LayerProgress:
     """Layers of one get, in their order. Safe for all threads; of no use for a second get."""
 
     def __init__(self, layers: int) -> None:
-        """Raises OutOfMemoryError."""
-        self.layers = layers
+        """layers: of the group's longest plane. Raises OptionsError, OutOfMemoryError."""
+        self.layers = layers = checks.whole(OptionsError, "layers", layers, 1, limits.LAYERS_MAX)
         native = lib.fkv_progress_new(layers)
         if native == ffi.NULL:
             raise OutOfMemoryError("no memory to follow a get's layers")
@@ -21,8 +21,19 @@ class LayerProgress:
 
     @classmethod
     def of_group(cls, geometry: KVGeometry, group: int) -> LayerProgress:
-        """For gets of a group: as many layers as its longest plane has."""
-        return cls(max(plane.layers for plane in geometry.groups[group].planes))
+        """For gets of a group. Raises OutOfMemoryError."""
+        return cls(_layers_of(geometry, group))
+
+    def check_group(self, geometry: KVGeometry, group: int) -> None:
+        """Raises OptionsError where it was made for another number of layers."""
+        layers = _layers_of(geometry, group)
+        if layers != self.layers:
+            raise OptionsError(
+                "progress has another number of layers than the group",
+                value=self.layers,
+                limit=layers,
+                advice="LayerProgress.of_group(namespace.geometry, group)",
+            )
 
     @property
     def settled(self) -> int:
@@ -54,3 +65,7 @@ class LayerProgress:
     def end(self) -> None:
         """Nothing more comes."""
         lib.fkv_progress_end(self.native)
+
+
+def _layers_of(geometry: KVGeometry, group: int) -> int:
+    return max(plane.layers for plane in geometry.groups[group].planes)

@@ -324,6 +324,19 @@ def test_tickets() -> None:
             ticket.wait_layer(LAYERS)
 
 
+def test_progress_of_another_group() -> None:
+    """It would count layers that aren't there."""
+    with given("lossless", MemoryView()) as it:
+        for layers in (LAYERS - 1, LAYERS + 1):
+            with pytest.raises(OptionsError, match="of_group"):
+                it.space.get(KEYS, it.memory(), progress=LayerProgress(layers))
+        with pytest.raises(OptionsError, match="progress"):
+            it.space.get(KEYS, it.memory(), progress=True)  # type: ignore[arg-type]
+        for wrong in (0, -1, 2.5, 1 << 40):
+            with pytest.raises(OptionsError, match="layers"):
+                LayerProgress(wrong)  # type: ignore[arg-type]
+
+
 def test_an_empty_batch() -> None:
     with given("lossless", MemoryView()) as it:
         progress = LayerProgress(LAYERS)
