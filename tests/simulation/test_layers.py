@@ -117,6 +117,9 @@ class Got:
             KEYS, self.memory, view=self.it.view, progress=self.progress, **self._more
         )
 
+    def runs(self) -> bool:
+        return self._thread.is_alive()
+
     def check_settled(self) -> int:
         """How many layers are in place; they hold what was put."""
         count = self.progress.settled
@@ -134,10 +137,10 @@ class Got:
         return self.result
 
 
-def settle(device: Device) -> None:
-    """What the device can answer has been answered, most likely."""
-    before = -1
-    while before != device.calls(READ):
+def settle(got: Got) -> None:
+    """A read hangs, or all is over; what the device can answer it has answered, most likely."""
+    device, before = got.it.device, -1
+    while got.runs() and (before != device.calls(READ) or not device.hanging()):
         before = device.calls(READ)
         time.sleep(0.02)
 
@@ -164,7 +167,7 @@ def test_what_is_settled_is_in_place(
             it.device.reset()
             it.device.fault(READ, HANG, first=number, count=ALWAYS)
             got = Got(it)
-            settle(it.device)
+            settle(got)
             seen.add(got.check_settled())
             it.device.reset()
             it.device.release()
