@@ -10,6 +10,7 @@
 #include "allocate.h"
 #include "progress.h"
 #include "reader.h"
+#include <assert.h>
 #include <stdlib.h>
 
 uint32_t fkv_entry_layer(const fkv_geometry *geometry, uint32_t entry)
@@ -144,7 +145,8 @@ void fkv_layers_begin(fkv_read_job *job)
 {
     const fkv_read_batch *batch = job->batch;
     job->unplanned = batch->record_count;
-    if (batch->progress)
-        fkv_progress_hold(batch->progress, 0, fkv_progress_layers(batch->progress),
-                          batch->record_count);
+    if (!batch->progress) return;
+    uint32_t layers = fkv_geometry_layers(batch->geometry);
+    assert(fkv_progress_layers(batch->progress) == layers);
+    fkv_progress_hold(batch->progress, 0, layers, batch->record_count);
 }

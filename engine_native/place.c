@@ -2,8 +2,8 @@
  *
  * Invariants
  *  - no byte of a page is used before the page's checksum (seeded by the record's sequence and the
- * page's ordinal) was right; the exception is a direct read, whose bytes are in place already: then
- * only the status waits for it;
+ * page's ordinal) was right; the exceptions are a direct read, whose bytes are in place already, and
+ * raw bytes from a block's failed layer on: then only the status tells;
  *  - a bad page fails every want that needed it, and no other.
  */
 #include "allocate.h"
@@ -371,21 +371,23 @@ static void direct_place(fkv_extent *extent)
 {
     uint64_t offset, bytes;
     fkv_reading *reading = extent->reading;
+    uint32_t end = extent->first_page + extent->page_count;
+    uint32_t tail = extent->first_page + (uint32_t)(extent->direct_bytes / FKV_PAGE_BYTES);
+    bool tail_good = true;
     fkv_raw_block_place(reading, fkv_want_at(reading, extent->want), &offset, &bytes);
-    for (uint32_t p = extent->first_page; p < extent->first_page + extent->page_count; p++)
-        if (!page_good(extent, p)) {
-            uint64_t from = (uint64_t)p * FKV_PAGE_BYTES;
-            fkv_want_fail_from(reading, extent->want, FKV_DAMAGED,
-                               fkv_layers_of_bytes(reading, from, from + FKV_PAGE_BYTES).first);
-            return;
-        }
+    for (uint32_t p = extent->first_page; p < end; p++) {
+        if (page_good(extent, p)) continue;
+        uint64_t from = (uint64_t)p * FKV_PAGE_BYTES;
+        /* Pages of higher layers may lie before those of lower ones: all are looked at. */
+        fkv_want_fail_from(reading, extent->want, FKV_DAMAGED,
+                           fkv_layers_of_bytes(reading, from, from + FKV_PAGE_BYTES).first);
+        tail_good &= p != tail;
+    }
     uint64_t read_to = offset + bytes - (uint64_t)extent->first_page * FKV_PAGE_BYTES;
-    if (read_to > extent->direct_bytes
+    if (tail_good && read_to > extent->direct_bytes
         && read_to < (uint64_t)extent->page_count * FKV_PAGE_BYTES + 1)
-        memcpy(
-            extent->direct + extent->direct_bytes,
-            page_at(extent, extent->first_page + (uint32_t)(extent->direct_bytes / FKV_PAGE_BYTES)),
-            read_to - extent->direct_bytes);
+        memcpy(extent->direct + extent->direct_bytes, page_at(extent, tail),
+               read_to - extent->direct_bytes);
 }
 
 void fkv_extent_place(fkv_extent *extent)

@@ -30,12 +30,14 @@ from flashkv.errors import (
     StoreError,
     SuperblockError,
 )
+from flashkv.estimate import LoadPlan
 from flashkv.geometry import Group, GroupKind, KVGeometry, MemoryView, Plane, Role
 from flashkv.identity import Identity, Shard, weights_fingerprint
 from flashkv.leases import Lease
 from flashkv.memory import Pointers, Regions
 from flashkv.namespace import Match, Namespace
 from flashkv.options import Options
+from flashkv.pipeline import Pipeline, Step
 from flashkv.progress import LayerProgress
 from flashkv.stats import Stats
 from flashkv.store import Store, open  # noqa: A004
@@ -64,6 +66,7 @@ __all__ = [
     "KeyFormatError",
     "LayerProgress",
     "Lease",
+    "LoadPlan",
     "LockedError",
     "Match",
     "MemoryView",
@@ -73,6 +76,7 @@ __all__ = [
     "NotAStoreError",
     "Options",
     "OptionsError",
+    "Pipeline",
     "Plane",
     "Pointers",
     "ReadOnlyDestinationError",
@@ -81,6 +85,7 @@ __all__ = [
     "Role",
     "Shard",
     "Stats",
+    "Step",
     "Store",
     "StoreAccessError",
     "StoreError",

@@ -8,6 +8,7 @@ Invariants
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import dataclass
 from typing import Any, Final
@@ -21,33 +22,41 @@ HALF_LIFE: Final = 64.0
 FIRST_LATENCY_S: Final = 200e-6
 FIRST_BYTES_PER_S: Final = 1e9
 """Before any get: of a slow NVMe device."""
-_FIRST_WEIGHT: Final = 0.05  # two such loads of 0 and 64 MiB, soon outweighed
-_FIRST_BYTES: Final = 64 * limits.MIB
+_FIRST_WEIGHT: Final = 0.05
+_FIRST_BYTES: Final = (0.0, 64.0 * limits.MIB)
+_SMALL_BYTES: Final = (64.0 * limits.KIB, 64.0 * limits.MIB)
+"""Loads of fewer bytes take about as long as one of none: from, to."""
 
 
 class LoadModel:
     """Seconds of a get by its bytes on flash: latency and a rate, fitted by least squares whose
-    weights fade. Each error counts as a share of its load, so that small ones matter as well. Safe
-    for all threads.
+    weights fade. An error counts by its share of what such a load is expected to take, never of
+    what it took: or the quick ones would count for more. Safe for all threads.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._sums = np.zeros(5)  # of w, w x, w y, w x x, w x y; x: bytes, y: seconds
-        for size in (0, _FIRST_BYTES):
-            self._add(size, FIRST_LATENCY_S + size / FIRST_BYTES_PER_S, _FIRST_WEIGHT)
+        # What little is known before stays: loads of one size alone don't tell a line.
+        small = FIRST_LATENCY_S * FIRST_BYTES_PER_S
+        self._first = sum(
+            (
+                _FIRST_WEIGHT * _terms(size, FIRST_LATENCY_S + size / FIRST_BYTES_PER_S, small)
+                for size in _FIRST_BYTES
+            ),
+            np.zeros(5),
+        )
 
-    def _add(self, size: float, seconds: float, weight: float) -> None:
-        weight /= max(seconds, 1e-6) ** 2
-        self._sums += weight * np.array([1.0, size, seconds, size * size, size * seconds])
-
-    def note(self, flash_bytes: int, seconds: float) -> None:
+    def note(self, flash_bytes: float, seconds: float) -> None:
         """A get read so much in that time."""
-        if flash_bytes <= 0 or seconds <= 0:
+        if not (0 < flash_bytes < math.inf and 0 < seconds < math.inf):
             return
         with self._lock:
+            latency_s, seconds_a_byte = self._fit()
+            small = latency_s / seconds_a_byte if seconds_a_byte else math.inf
+            small = min(max(small, _SMALL_BYTES[0]), _SMALL_BYTES[1])
             self._sums *= 0.5 ** (1 / HALF_LIFE)
-            self._add(flash_bytes, seconds, 1.0)
+            self._sums += _terms(float(flash_bytes), seconds, small)
 
     def seconds(self, flash_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
         """Expected seconds of gets of so many bytes: float64 as given; 0 for none."""
@@ -57,13 +66,21 @@ class LoadModel:
     def fit(self) -> tuple[float, float]:
         """(seconds of any get, seconds a byte), neither negative."""
         with self._lock:
-            w, x, y, xx, xy = self._sums.tolist()
-        spread = w * xx - x * x
-        slope = (w * xy - x * y) / spread if spread > 1e-9 * w * xx else 0.0
+            return self._fit()
+
+    def _fit(self) -> tuple[float, float]:
+        w, x, y, xx, xy = (self._sums + self._first).tolist()
+        slope = (w * xy - x * y) / (w * xx - x * x)
+        if slope <= 0:
+            return y / w, 0.0
         latency = (y - slope * x) / w
-        if slope <= 0 or latency < 0:  # all of about one size: a rate says more
-            return 0.0, y / x
-        return latency, slope
+        return (latency, slope) if latency >= 0 else (0.0, xy / xx)
+
+
+def _terms(size: float, seconds: float, small: float) -> NDArray[np.float64]:
+    """What a load adds to the sums. small: bytes that take as long as a load's latency."""
+    weight = (small / (small + size)) ** 2
+    return weight * np.array([1.0, size, seconds, size * size, size * seconds])
 
 
 @dataclass(frozen=True)
@@ -94,7 +111,8 @@ def plan_load(model: LoadModel, places: NDArray[Any], prefill_tokens_per_s: floa
     """
     sizes, tokens = flash_bytes(places), places["tokens"].astype(np.float64)
     loads = model.seconds(np.append(sizes[::-1].cumsum()[::-1], 0.0))
-    computes = np.append(0.0, tokens.cumsum()) / prefill_tokens_per_s
+    with np.errstate(over="ignore"):  # a speed of nearly nothing takes for ever
+        computes = np.append(0.0, tokens.cumsum()) / prefill_tokens_per_s
     both = np.maximum(loads, computes)
     best = int(both.argmin())
     return LoadPlan(

@@ -32,7 +32,7 @@ from flashkv.leases import Lease
 from flashkv.memory import DEFAULT_VIEW, BlockMemory, block_memory, token_counts
 from flashkv.options import check_codec
 from flashkv.profiles import step_factors
-from flashkv.progress import LayerProgress
+from flashkv.progress import LayerProgress, following
 from flashkv.segment_reader import ReadRequest
 from flashkv.segment_writer import PutRows
 
@@ -355,64 +355,61 @@ class Namespace:
         """Reads blocks into the caller's memory; only the pages that are needed.
 
         out          N blocks of memory, as data of put; where a status isn't OK its content is
-                     undefined.
+                     undefined, but see progress.
         layers, heads  numbers of those that are wanted; the memory then holds just these, in this
                        order.
         token_range  (start, stop) within each block; the memory's token axis begins at start.
         tokens       tokens that each block must have, as in put: an int, or int[N]; a block of
                      another length is a MISS. None: as many as it has, if there is room for them.
         min_fidelity  "exact", "bounded-1" ... "cold": what is stored less exactly is a MISS.
-        progress     lower layers are read first, and it tells when each is in place, whatever
-                     becomes of this call. Memory of a GPU gets all of them at the end.
+        progress     lower layers are read first, and it tells when each is in place; a block that
+                     isn't OK has all layers below its failed_layers. A new one for each get.
+                     Memory of a GPU gets all layers at the end.
         Statuses: OK, MISS, IO_ERROR, BUSY. Raises KeyFormatError, MemoryViewError,
         ReadOnlyDestinationError, OptionsError, ClosedError.
         """
-        self._store.check_open()
-        packed = Keys.pack(keys)
-        number = self.geometry.group_index(group)
-        first, count = _token_range(token_range)
-        memory = block_memory(
-            out,
-            len(packed),
-            self.geometry,
-            group=number,
-            view=view,
-            block_tokens=count or _room(tokens),
-            selection=Selection(_numbers("layers", layers), _numbers("heads", heads)),
-            destination=True,
-            partial=tokens is not None,
-        )
-        wanted = _Wanted(
-            group=number,
-            first_token=first,
-            token_count=count,
-            lengths=_lengths(tokens, count, len(packed), memory.block_tokens),
-            worst=None if min_fidelity is None else fidelity_number("min_fidelity", min_fidelity),
-            whole=layers is None and heads is None and token_range is None,
-        )
-        if progress is None:
-            return self._read(packed, memory, wanted)
-        checks.instance(OptionsError, "progress", progress, LayerProgress)
-        progress.check_group(self.geometry, number)
-        try:
+        with following(progress):
+            self._store.check_open()
+            packed = Keys.pack(keys)
+            number = self.geometry.group_index(group)
+            if progress is not None:
+                progress.check_group(self.geometry, number)
+            first, count = _token_range(token_range)
+            memory = block_memory(
+                out,
+                len(packed),
+                self.geometry,
+                group=number,
+                view=view,
+                block_tokens=count or _room(tokens),
+                selection=Selection(_numbers("layers", layers), _numbers("heads", heads)),
+                destination=True,
+                partial=tokens is not None,
+            )
+            worst = None if min_fidelity is None else fidelity_number("min_fidelity", min_fidelity)
+            wanted = _Wanted(
+                group=number,
+                first_token=first,
+                token_count=count,
+                lengths=_lengths(tokens, count, len(packed), memory.block_tokens),
+                worst=worst,
+                whole=layers is None and heads is None and token_range is None,
+            )
             return self._read(packed, memory, wanted, progress)
-        except BaseException:
-            progress.fail()
-            raise
-        finally:
-            progress.end()
 
     def _read(
         self,
         keys: Keys,
         memory: BlockMemory,
         wanted: _Wanted,
-        progress: LayerProgress | None = None,
+        progress: LayerProgress | None,
     ) -> BatchResult:
         """get() of checked arguments."""
         store = self._store
         if not len(keys):
-            return BatchResult(np.zeros(0, np.uint8))
+            return BatchResult(
+                np.zeros(0, np.uint8), None if progress is None else np.zeros(0, np.int32)
+            )
         first, count = wanted.first_token, wanted.token_count
         if count > memory.block_tokens:
             raise MemoryViewError(
@@ -442,18 +439,20 @@ class Namespace:
             )
             began = time.perf_counter()
             statuses = store.reader.read(request, digests)
-            taken = time.perf_counter() - began
         ok = statuses == BlockStatus.OK
         memory.finish(ok)
+        taken = time.perf_counter() - began
         tokens = np.full(int(ok.sum()), count) if count else places["tokens"][ok]
         store.counters.note_get(statuses, tokens, memory.view.group.token_bytes)
         if wanted.whole and ok.all():
-            store.load_model.note(int(flash_bytes(places).sum()), taken)
+            store.load_model.note(float(flash_bytes(places).sum()), taken)
         if progress is None:
             return BatchResult(statuses)
+        # Of what failed, a copy that finish() spreads has nothing.
+        failed = request.failed_layers if memory.in_place else np.zeros(len(ok), np.int32)
         if not ok.all():
-            progress.fail(int(request.failed_layers[~ok].min()))
-        return BatchResult(statuses, np.where(ok, -1, request.failed_layers).astype(np.int32))
+            progress.fail(int(failed[~ok].min()))
+        return BatchResult(statuses, np.where(ok, -1, failed).astype(np.int32))
 
     def _refuse(
         self,

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import math
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
 from flashkv import checks, limits
 from flashkv.errors import OptionsError, OutOfMemoryError
 from flashkv.geometry import KVGeometry
 from flashkv.native import ffi, lib
 
+SLICE_MS: Final = 100
+
 
 class LayerProgress:
-    """Layers of one get, in their order. Safe for all threads; of no use for a second get."""
+    """Layers of one get, in their order. Safe for all threads; for a second get make another."""
 
     def __init__(self, layers: int) -> None:
         """layers: of the group's longest plane. Raises OptionsError, OutOfMemoryError."""
@@ -18,6 +27,8 @@ class LayerProgress:
         if native == ffi.NULL:
             raise OutOfMemoryError("no memory to follow a get's layers")
         self.native = ffi.gc(native, lib.fkv_progress_free)
+        self._lock = threading.Lock()
+        self._begun = False
 
     @classmethod
     def of_group(cls, geometry: KVGeometry, group: int) -> LayerProgress:
@@ -49,12 +60,19 @@ class LayerProgress:
     def wait(self, layer: int, timeout_ms: float | None = None) -> bool:
         """Waits until all layers up to `layer` are in place, those that the get doesn't want aside.
 
+        layer: as the namespace's geometry counts, whatever layers the get chose.
         False where the time ran out, or some block lacks one of them: failed_layer says which.
         Raises OptionsError for a layer that the group doesn't have.
         """
         layer = checks.whole(OptionsError, "layer", layer, 0, self.layers - 1)
-        timeout = -1 if timeout_ms is None else max(int(timeout_ms), 0)
-        settled = lib.fkv_progress_wait(self.native, layer + 1, timeout)
+        end = math.inf if timeout_ms is None else time.monotonic() + _seconds(timeout_ms)
+        settled = 0
+        while settled <= layer:  # in slices: signals are heard between them
+            left_ms = 1e3 * (end - time.monotonic())
+            slice_ms = SLICE_MS if left_ms >= SLICE_MS else max(math.ceil(left_ms), 0)
+            settled = int(lib.fkv_progress_wait(self.native, layer + 1, slice_ms))
+            if left_ms <= 0:
+                break
         failed = self.failed_layer
         return settled > layer and (failed is None or failed > layer)
 
@@ -65,6 +83,43 @@ class LayerProgress:
     def end(self) -> None:
         """Nothing more comes."""
         lib.fkv_progress_end(self.native)
+
+    def begin(self) -> None:
+        """A get goes by it. Raises OptionsError where another one did before."""
+        with self._lock:
+            if self._begun:
+                raise OptionsError(
+                    "progress was given to another get before", advice="make one for each get"
+                )
+            self._begun = True
+
+
+@contextmanager
+def following(progress: LayerProgress | None) -> Iterator[None]:
+    """Around a get: whatever becomes of it, nobody waits for its layers afterwards."""
+    if progress is None:
+        yield
+        return
+    checks.instance(OptionsError, "progress", progress, LayerProgress)
+    progress.begin()
+    try:
+        yield
+    except BaseException:
+        progress.fail()
+        raise
+    finally:
+        progress.end()
+
+
+def _seconds(timeout_ms: float) -> float:
+    """Raises OptionsError for what is no number."""
+    try:
+        seconds = float(timeout_ms) / 1e3
+    except (TypeError, ValueError, OverflowError):
+        seconds = math.nan
+    if math.isnan(seconds):
+        raise OptionsError("timeout_ms must be a number", value=checks.shown(timeout_ms))
+    return seconds
 
 
 def _layers_of(geometry: KVGeometry, group: int) -> int:

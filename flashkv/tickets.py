@@ -85,8 +85,9 @@ class Ticket:
     def wait_layer(self, layer: int, timeout_ms: float | None = None) -> bool:
         """Of a get with layerwise=True: waits until all layers up to `layer` are in place.
 
-        False where the time ran out, or some block lacks one of them: see failed_layer, and once
-        the ticket is done result.failed_layers. Raises OptionsError.
+        layer: as the namespace's geometry counts. False where the time ran out, or some block lacks
+        one of them: see failed_layer, and once the ticket is done result.failed_layers. Raises
+        OptionsError.
         """
         if self.progress is None:
             raise OptionsError(

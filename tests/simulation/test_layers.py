@@ -5,6 +5,9 @@ or doesn't come is named, and those before it are right.
 from __future__ import annotations
 
 import random
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,17 +27,23 @@ from store_support import small_options
 from flashkv import (
     BatchResult,
     BlockStatus,
+    FlashKVError,
+    Group,
+    GroupKind,
     KVGeometry,
     LayerProgress,
     MemoryView,
     Namespace,
     OptionsError,
+    Plane,
+    Role,
     Store,
 )
+from flashkv.dtypes import DType
 from flashkv.folder import segment_path
 from flashkv.index import Keys
 from flashkv.limits import PAGE_BYTES
-from flashkv.native import lib
+from flashkv.native import aligned_array, lib
 
 MIB = 1 << 20
 LAYERS, HEADS, TOKENS, DIM = 12, 2, 128, 64
@@ -155,13 +164,14 @@ def test_what_is_settled_is_in_place(
     """Whichever reads the device owes; in the end all is there."""
     with given(codec, VIEWS[order]) as it:
         it.device.order(window)
-        whole = it.memory()
+        it.forget_headers()
         it.device.reset()
-        assert it.space.get(KEYS, whole, view=it.view).all_ok
-        assert np.array_equal(it.layers_of(whole), it.data)
-        reads, seen = it.device.calls(READ) + BLOCKS, set()
+        whole = Got(it)
+        assert whole.end().all_ok
+        assert whole.check_settled() == LAYERS
+        reads, seen = it.device.calls(READ), set()
         rng = random.Random(seed)
-        for number in sorted(rng.sample(range(1, reads + 1), min(8, reads))):
+        for number in sorted(rng.sample(range(2, reads + 1), min(10, reads - 1))):
             if headers == "cold":
                 it.forget_headers()
             it.device.reset()
@@ -325,6 +335,129 @@ def test_tickets() -> None:
             plain.wait_layer(0)
         with pytest.raises(OptionsError, match="layer"):
             ticket.wait_layer(LAYERS)
+
+
+def direct(it: Given) -> np.ndarray:
+    """Memory for all blocks into which a device can write."""
+    like = in_order(it.data, it.view)
+    return aligned_array(like.nbytes).view(like.dtype).reshape(like.shape)
+
+
+def spoil(path: Path, page: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(page * PAGE_BYTES + 100)
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 0x10]))
+
+
+def test_a_low_layer_behind_a_high_one() -> None:
+    """A direct read brings the end of K and the beginning of V, both damaged: V is named."""
+    with given("raw", VIEWS["planes outermost"]) as it:
+        pages = [page for _, page in pages_of(it)]
+        path, first = next(pages_of(it))
+        per_plane = LAYERS * HEADS * TOKENS * DIM * 2 // PAGE_BYTES
+        spoil(path, first + per_plane - 1)
+        spoil(path, first + per_plane)
+        assert len(pages) >= 2 * per_plane
+        out, progress = direct(it), LayerProgress(LAYERS)
+        result = it.space.get(KEYS, out, view=it.view, progress=progress)
+        assert result.failed_layers is not None
+        assert min(layer for layer in result.failed_layers if layer >= 0) == 0
+        assert progress.failed_layer == 0
+
+
+def test_a_tail_behind_a_damaged_page() -> None:
+    """The last, partial page of a direct read is another plane's first layer, and good."""
+    planes = (
+        Plane(Role.K, LAYERS, 1, 512, DType.BFLOAT16),
+        Plane(Role.INDEX, 1, 1, 160, DType.BFLOAT16),
+    )
+    geometry = KVGeometry((Group("kv", GroupKind.FULL, planes),))
+    tokens = 32
+    view = MemoryView(order="plane layer head token", block_tokens=tokens)
+    size = tokens * (LAYERS * 512 + 160)
+    assert size % PAGE_BYTES
+    data = np.random.default_rng(5).integers(1, 256, (1, size), np.uint8)
+    options = small_options(codec="raw", segment_bytes=8 * MIB)
+    with scratch() as folder, Device() as device, fresh(folder) as root:
+        how: dict[str, Any] = {"read_only": False, "files": SimFiles(root, device, inline=False)}
+        with Store(root / "store", 48 * MIB, geometry, options, **how) as store:
+            space = store.namespace(IDENTITY)
+            assert space.put(KEYS[:1], data, view=view).all_ok
+            store.flush()
+            place = store.index.lookup(Keys.pack(KEYS[:1]).digests(space._space))[0]
+            first = int(place["page"]) + int(place["header_pages"])
+            path = segment_path(store._folder, int(place["segment"]))
+            spoil(path, first + (LAYERS - 1) * tokens * 512 // PAGE_BYTES)
+            out, progress = aligned_array(size).reshape(1, size), LayerProgress(LAYERS)
+            result = space.get(KEYS[:1], out, view=view, progress=progress)
+            assert result.failed_layers is not None
+            assert result.failed_layers.tolist() == [LAYERS - 1]
+            at = tokens * LAYERS * 512
+            assert np.array_equal(out[:, at:], data[:, at:])
+
+
+@pytest.mark.parametrize("codec", ["raw", "lossless"])
+def test_memory_that_is_filled_at_the_end(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU's is: of a block that failed no layer is there, and none is said to be."""
+
+    def staged(data: Any, *, destination: bool) -> Any:
+        assert destination
+        copies = [np.zeros_like(tensor) for tensor in data.tensors]
+
+        def finish(arrived: np.ndarray) -> None:
+            for tensor, copy in zip(data.tensors, copies, strict=True):
+                tensor[arrived] = copy[arrived]
+
+        return type(data)(copies, None, data.row_axis), data, finish
+
+    with given(codec, MemoryView()) as it:
+        path, page = list(pages_of(it))[-1]
+        spoil(path, page)
+        monkeypatch.setattr("flashkv.memory.staged", staged)
+        out, progress = it.memory(), LayerProgress(LAYERS)
+        result = it.space.get(KEYS, out, progress=progress)
+        assert result.failed_layers is not None
+        assert set(result.failed_layers.tolist()) == {-1, 0}
+        assert progress.failed_layer == 0
+        assert np.array_equal(out[result.ok], it.data[result.ok])
+
+
+def test_gets_that_raise_let_everybody_go() -> None:
+    """Wherever they do; and a progress is of one get."""
+    with given("lossless", MemoryView()) as it:
+        for wrong in ({"keys": [b""]}, {"out": it.memory()[:1]}, {"group": 7}, {"tokens": -1}):
+            progress = LayerProgress(LAYERS)
+            call: dict[str, Any] = {"keys": KEYS, "out": it.memory(), **wrong}
+            with pytest.raises(FlashKVError):
+                it.space.get(progress=progress, **call)
+            assert progress.settled == LAYERS
+            assert not progress.wait(0)
+            with pytest.raises(OptionsError, match="another get"):
+                it.space.get(KEYS, it.memory(), progress=progress)
+
+
+def test_waiting_is_bounded() -> None:
+    """In time, by signals, and only by numbers."""
+    progress = LayerProgress(2)
+    began = time.monotonic()
+    assert not progress.wait(1, 250)
+    assert time.monotonic() - began >= 0.25
+    assert not progress.wait(1, -5)
+    for wrong in ("soon", float("nan"), [1]):
+        with pytest.raises(OptionsError, match="timeout_ms"):
+            progress.wait(0, wrong)  # type: ignore[arg-type]
+    threading.Timer(0.3, progress.end).start()
+    assert progress.wait(1, float("inf"))
+    code = "from flashkv import LayerProgress; LayerProgress(1).wait(0)"
+    child = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        time.sleep(1.0)
+        child.send_signal(signal.SIGINT)
+        assert child.wait(20) != 0
+    finally:
+        child.kill()
 
 
 def test_progress_of_another_group() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,7 +17,7 @@ from simulation.workload import IDENTITY
 from store_support import small_options
 
 from flashkv import DurabilityError, KVGeometry, OptionsError, Store
-from flashkv.pipeline import Pipeline, Step
+from flashkv.pipeline import STEPS_MIN, Pipeline, Step
 from flashkv.tickets import Ticket
 
 MIB = 1 << 20
@@ -67,6 +68,9 @@ class Engine:
         self.held: set[int] = set()
         self.seen: dict[int, np.ndarray] = {}
 
+    def step_blocks(self, save: bool) -> int:
+        return 2 * STEP_BLOCKS if save else STEP_BLOCKS
+
     def steps(self, *, save: bool, count: int = STEPS) -> Iterator[Step]:
         for number in range(count):
             self.held.add(number)
@@ -97,7 +101,7 @@ def test_every_step(save: bool) -> None:
         with Pipeline(store, space, blocks=BLOCKS, share=0.15) as pipeline:
             assert pipeline.bound == 7
             outcome = pipeline.run(engine.steps(save=save), engine.compute, engine.release)
-            assert pipeline.most_blocks <= pipeline.bound
+            assert pipeline.most_blocks <= max(pipeline.bound, STEPS_MIN * engine.step_blocks(save))
         assert engine.computed == list(range(STEPS))
         assert not engine.held
         assert outcome.loaded_blocks == BLOCKS
@@ -113,14 +117,101 @@ def test_every_step(save: bool) -> None:
 
 
 def test_the_bound_by_default() -> None:
-    """A twentieth of the blocks, but the step at hand and the next one."""
+    """A twentieth of the blocks; but three steps always may be in hand."""
     with opened() as (_, store):
         fill(store)
         engine = Engine()
         with Pipeline(store, store.namespace(IDENTITY), blocks=BLOCKS) as pipeline:
             assert pipeline.bound == 2
             pipeline.run(engine.steps(save=True), engine.compute, engine.release)
-            assert pipeline.most_blocks == 2 * STEP_BLOCKS
+            assert pipeline.most_blocks == STEPS_MIN * engine.step_blocks(save=True)
+
+
+@pytest.mark.parametrize(("load", "save"), [(0, 2), (1, 8), (2, 2)])
+def test_steps_in_hand_are_bounded(load: int, save: int) -> None:
+    """Those that load nothing, too: what is taken and not released holds memory."""
+    with opened() as (_, store):
+        fill(store)
+        held, most = set(), 0
+
+        def steps() -> Iterator[Step]:
+            nonlocal most
+            for number in range(20):
+                held.add(number)
+                most = max(most, len(held))
+                new = [b"%d-%d" % (number, n) for n in range(save)]
+                yield Step(
+                    (keys_of(number)[:load], np.zeros((load, *BLOCK_SHAPE), np.uint16))
+                    if load
+                    else None,
+                    (new, np.ones((save, *BLOCK_SHAPE), np.uint16)),
+                    number,
+                )
+
+        with Pipeline(store, store.namespace(IDENTITY), blocks=100) as pipeline:
+            assert pipeline.bound == 5
+            outcome = pipeline.run(steps(), lambda *_: None, lambda step: held.remove(step.tag))
+        assert outcome.steps == 20
+        assert outcome.saved_blocks == 20 * save
+        assert most <= STEPS_MIN + 1  # the one that waits for room, too
+        assert not held
+
+
+def test_more_steps_than_tickets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small steps wait for each other as they would for blocks."""
+    monkeypatch.setattr("flashkv.pipeline.STEPS_MAX", 8)
+    with opened() as (_, store):
+        memory = np.zeros((1, *BLOCK_SHAPE), np.uint16)
+        space = store.namespace(IDENTITY)
+        with Pipeline(store, space, blocks=120_000) as pipeline:
+            pipeline._client._max_tickets = 8
+            outcome = pipeline.run(
+                (Step(([b"%d" % n], memory)) for n in range(200)), lambda *_: None
+            )
+        assert outcome.steps == outcome.missed_blocks == 200
+
+
+def test_a_put_that_is_refused() -> None:
+    """It raises, once all memory is the caller's."""
+    with opened() as (_, store):
+        fill(store)
+        engine = Engine()
+        how: dict[str, Any] = {"blocks": BLOCKS, "put_options": {"notify": 7}}
+        with (
+            Pipeline(store, store.namespace(IDENTITY), **how) as pipeline,
+            pytest.raises(OptionsError, match="notify"),
+        ):
+            pipeline.run(engine.steps(save=True), engine.compute, engine.release)
+        assert not engine.held
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize("at", range(1, 9))
+def test_interrupted_while_it_waits(
+    at: int, layerwise: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In any wait: when run() raises, all memory is the caller's again."""
+    wait, calls, mine = Ticket.wait, 0, threading.get_ident()
+
+    def interrupted(ticket: Ticket, *given: Any) -> bool:
+        nonlocal calls
+        calls += threading.get_ident() == mine
+        if threading.get_ident() == mine and calls == at:
+            raise KeyboardInterrupt
+        return wait(ticket, *given)
+
+    with opened() as (_, store):
+        fill(store)
+        engine = Engine()
+        compute = (lambda *_: None) if layerwise else engine.compute
+        monkeypatch.setattr(Ticket, "wait", interrupted)
+        space = store.namespace(IDENTITY)
+        with Pipeline(store, space, blocks=BLOCKS, layerwise=layerwise) as pipeline:
+            with pytest.raises(KeyboardInterrupt):
+                pipeline.run(engine.steps(save=True), compute, engine.release)
+            assert not engine.held
+            assert not any(ticket for ticket in pipeline._client.drain())
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize("compute_share", [0.5, 1.0, 2.0])

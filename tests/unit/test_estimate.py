@@ -37,7 +37,33 @@ def test_learns_a_device(latency_s: float, rate: float, seed: int) -> None:
         size = int(PAGE_BYTES * 2 ** rng.uniform(0, 15))
         model.note(size, (latency_s + size / rate) * rng.uniform(0.9, 1.1))
     for size in (PAGE_BYTES, MIB, 100 * MIB):
-        assert predicted(model, size) == pytest.approx(latency_s + size / rate, rel=0.1)
+        expected = latency_s + size / rate
+        assert predicted(model, size) == pytest.approx(expected, rel=0.1, abs=20e-6)
+
+
+@pytest.mark.parametrize("size", [1 << 32, 40 << 30])
+def test_loads_of_many_gib(size: int) -> None:
+    model = LoadModel()
+    for _ in range(200):
+        model.note(size, size / 2e9)
+    assert predicted(model, size) == pytest.approx(size / 2e9, rel=0.1)
+
+
+def test_loads_that_vary(seed: int) -> None:
+    """Every second get meets a busy device, ten times slower: the mean is expected."""
+    rng, model = random.Random(seed), LoadModel()
+    for _ in range(2000):
+        size = rng.choice([1, 4, 16]) * MIB
+        model.note(size, (1e-4 + size / 2e9) * rng.choice([1, 10]))
+    assert 0.5 < predicted(model, 4 * MIB) / (5.5 * (1e-4 + 4 * MIB / 2e9)) < 2
+
+
+def test_loads_of_the_same_time(seed: int) -> None:
+    """A millisecond whatever the size: a small one isn't said to take less."""
+    rng, model = random.Random(seed), LoadModel()
+    for _ in range(500):
+        model.note(int(PAGE_BYTES * 2 ** rng.uniform(0, 8)), 1e-3 * rng.uniform(0.8, 1.2))
+    assert 5e-4 < predicted(model, PAGE_BYTES) < 2e-3
 
 
 def test_loads_of_one_size(seed: int) -> None:
@@ -95,6 +121,7 @@ def test_both_ends_meet() -> None:
     assert even.compute_blocks == 32
     assert even.ms == pytest.approx(32, rel=0.05)
     assert plan_load(model, rows, 1.0).compute_blocks == 0
+    assert plan_load(model, rows, 5e-324).load_blocks == len(rows)
     assert plan_load(model, rows, 1e12).load_blocks == 0
 
 
