@@ -438,6 +438,17 @@ def test_gets_that_raise_let_everybody_go() -> None:
                 it.space.get(KEYS, it.memory(), progress=progress)
 
 
+WAITING = """
+import signal
+from flashkv import LayerProgress
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who starts tests may ignore it
+progress = LayerProgress(1)
+print("waits", flush=True)
+progress.wait(0)
+"""
+
+
 def test_waiting_is_bounded() -> None:
     """In time, by signals, and only by numbers."""
     progress = LayerProgress(2)
@@ -450,14 +461,15 @@ def test_waiting_is_bounded() -> None:
             progress.wait(0, wrong)  # type: ignore[arg-type]
     threading.Timer(0.3, progress.end).start()
     assert progress.wait(1, float("inf"))
-    code = "from flashkv import LayerProgress; LayerProgress(1).wait(0)"
-    child = subprocess.Popen([sys.executable, "-c", code])
+    child = subprocess.Popen([sys.executable, "-c", WAITING], stdout=subprocess.PIPE)
     try:
-        time.sleep(1.0)
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"waits\n"
         child.send_signal(signal.SIGINT)
         assert child.wait(20) != 0
     finally:
         child.kill()
+        child.communicate()
 
 
 def test_progress_of_another_group() -> None:
