@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from flashkv import limits
 
 HALF_LIFE: Final = 64.0
+_FADING: Final = 0.5 ** (1 / HALF_LIFE)
 FIRST_LATENCY_S: Final = 200e-6
 FIRST_BYTES_PER_S: Final = 1e9
 """Before any get: of a slow NVMe device."""
@@ -26,6 +27,8 @@ _FIRST_WEIGHT: Final = 0.05
 _FIRST_BYTES: Final = (0.0, 64.0 * limits.MIB)
 _SMALL_BYTES: Final = (64.0 * limits.KIB, 64.0 * limits.MIB)
 """Loads of fewer bytes take about as long as one of none: from, to."""
+
+_Sums = tuple[float, float, float, float, float]
 
 
 class LoadModel:
@@ -36,27 +39,26 @@ class LoadModel:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sums = np.zeros(5)  # of w, w x, w y, w x x, w x y; x: bytes, y: seconds
+        # Of w, w x, w y, w x x, w x y; x: bytes, y: seconds. Plain floats: every get adds to them.
+        self._sums: _Sums = (0.0, 0.0, 0.0, 0.0, 0.0)
         # What little is known before stays: loads of one size alone don't tell a line.
         small = FIRST_LATENCY_S * FIRST_BYTES_PER_S
-        self._first = sum(
-            (
-                _FIRST_WEIGHT * _terms(size, FIRST_LATENCY_S + size / FIRST_BYTES_PER_S, small)
-                for size in _FIRST_BYTES
-            ),
-            np.zeros(5),
-        )
+        first = self._sums
+        for size in _FIRST_BYTES:
+            seconds = FIRST_LATENCY_S + size / FIRST_BYTES_PER_S
+            first = _added(first, 1.0, size, seconds, _FIRST_WEIGHT * _weight(size, small))
+        self._first = first
 
     def note(self, flash_bytes: float, seconds: float) -> None:
         """A get read so much in that time."""
         if not (0 < flash_bytes < math.inf and 0 < seconds < math.inf):
             return
+        size = float(flash_bytes)
         with self._lock:
             latency_s, seconds_a_byte = self._fit()
             small = latency_s / seconds_a_byte if seconds_a_byte else math.inf
             small = min(max(small, _SMALL_BYTES[0]), _SMALL_BYTES[1])
-            self._sums *= 0.5 ** (1 / HALF_LIFE)
-            self._sums += _terms(float(flash_bytes), seconds, small)
+            self._sums = _added(self._sums, _FADING, size, seconds, _weight(size, small))
 
     def seconds(self, flash_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
         """Expected seconds of gets of so many bytes: float64 as given; 0 for none."""
@@ -69,7 +71,7 @@ class LoadModel:
             return self._fit()
 
     def _fit(self) -> tuple[float, float]:
-        w, x, y, xx, xy = (self._sums + self._first).tolist()
+        w, x, y, xx, xy = (a + b for a, b in zip(self._sums, self._first, strict=True))
         slope = (w * xy - x * y) / (w * xx - x * x)
         if slope <= 0:
             return y / w, 0.0
@@ -77,10 +79,21 @@ class LoadModel:
         return (latency, slope) if latency >= 0 else (0.0, xy / xx)
 
 
-def _terms(size: float, seconds: float, small: float) -> NDArray[np.float64]:
-    """What a load adds to the sums. small: bytes that take as long as a load's latency."""
-    weight = (small / (small + size)) ** 2
-    return weight * np.array([1.0, size, seconds, size * size, size * seconds])
+def _weight(size: float, small: float) -> float:
+    """Of a load. small: bytes that take as long as a load's latency."""
+    return (small / (small + size)) ** 2
+
+
+def _added(sums: _Sums, fading: float, size: float, seconds: float, weight: float) -> _Sums:
+    """The sums, faded, with a load of that weight."""
+    w, x, y, xx, xy = sums
+    return (
+        fading * w + weight,
+        fading * x + weight * size,
+        fading * y + weight * seconds,
+        fading * xx + weight * size * size,
+        fading * xy + weight * size * seconds,
+    )
 
 
 @dataclass(frozen=True)

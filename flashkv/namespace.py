@@ -449,7 +449,9 @@ class Namespace:
         if progress is None:
             return BatchResult(statuses)
         # Of what failed, a copy that finish() spreads has nothing.
-        failed = request.failed_layers if memory.in_place else np.zeros(len(ok), np.int32)
+        failed = request.failed_layers
+        if failed is None:
+            failed = np.zeros(len(ok), np.int32)
         if not ok.all():
             progress.fail(int(failed[~ok].min()))
         return BatchResult(statuses, np.where(ok, -1, failed).astype(np.int32))

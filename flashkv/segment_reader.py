@@ -11,7 +11,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -51,10 +51,7 @@ class ReadRequest:
     first_token: int = 0
     token_count: int = 0  # 0: to the block's end
     progress: LayerProgress | None = None  # layers are read in their order
-    failed_layers: NDArray[np.int32] = field(init=False)  # out: int32[N], -1: none
-
-    def __post_init__(self) -> None:
-        self.failed_layers = np.zeros(len(self.places), np.int32)
+    failed_layers: NDArray[np.int32] | None = None  # out, with progress: int32[N], -1: none
 
 
 @dataclass
@@ -105,8 +102,10 @@ class SegmentReader:
             if len(rows) and self._wait_written(int(places["sequence"][rows].max())):
                 # What failed to be written has left the index meanwhile.
                 rows = rows[self._index.lookup(digests[rows])["record"] != NONE]
-            if request.progress is not None and len(rows) < len(places):
-                request.progress.fail()
+            if request.progress is not None:
+                request.failed_layers = np.zeros(len(places), np.int32)
+                if len(rows) < len(places):
+                    request.progress.fail()
             if len(rows):
                 order, starts = _by_record(places, rows)
                 native[order] = self._read(request, order, starts)
@@ -161,7 +160,8 @@ class SegmentReader:
         if request.progress is not None:
             batch.progress = request.progress.native
         lib.fkv_read(self._io.engine, batch)
-        request.failed_layers[order] = wants["failed_layer"].view(np.int32)  # FKV_NONE: -1
+        if request.failed_layers is not None:
+            request.failed_layers[order] = wants["failed_layer"].view(np.int32)  # FKV_NONE: -1
         self.counters.records_read += len(records)
         statuses: NDArray[np.uint32] = wants["status"].copy()
         return statuses
