@@ -38,7 +38,7 @@ class Lmdb(FolderPeer):
         return {"lmdb": metadata.version("lmdb"), "liblmdb": library}
 
     def open(self, folder: Path, plan: Plan) -> None:
-        self.begin(folder, plan)
+        super().open(folder, plan)
         room = plan.count * (plan.block_bytes + 2 * PAGE_BYTES) + 64 * MIB
         self._environment = self._library.open(str(folder), map_size=room, sync=True)
         self._out = page_aligned(plan.batch * plan.block_bytes).reshape(plan.batch, -1)
@@ -82,7 +82,7 @@ class RocksDb(FolderPeer):
         return {"rocksdict": metadata.version("rocksdict")}
 
     def open(self, folder: Path, plan: Plan) -> None:
-        self.begin(folder, plan)
+        super().open(folder, plan)
         options = self._library.Options(raw_mode=True)
         options.create_if_missing(True)
         options.set_enable_blob_files(True)

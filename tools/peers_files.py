@@ -34,7 +34,7 @@ class PlainFiles(FolderPeer):
     )
 
     def open(self, folder: Path, plan: Plan) -> None:
-        self.begin(folder, plan)
+        super().open(folder, plan)
         self._direct = _direct_flag(folder)
         self._threads = ThreadPoolExecutor(plan.batch)
         self._out = page_aligned(plan.batch * plan.block_bytes).reshape(plan.batch, -1)
@@ -109,18 +109,12 @@ class Safetensors(FolderPeer):
     def versions(self) -> dict[str, str]:
         return {"safetensors": metadata.version("safetensors")}
 
-    def open(self, folder: Path, plan: Plan) -> None:
-        self.begin(folder, plan)
-
     def put(self, keys: Sequence[bytes], blocks: Blocks) -> None:
         for key, block in zip(keys, blocks, strict=True):
             self._library.numpy.save_file({"kv": block}, self._path(key))
 
     def get(self, keys: Sequence[bytes]) -> Sequence[Any]:
         return [self._read(key) for key in keys]
-
-    def close(self) -> None:
-        """Nothing is open."""
 
     def _read(self, key: bytes) -> Any:
         path = self._path(key)

@@ -34,7 +34,7 @@ class FlashKv(FolderPeer):
         return {"flashkv": flashkv.__version__}
 
     def open(self, folder: Path, plan: Plan) -> None:
-        self.begin(folder, plan)
+        super().open(folder, plan)
         settings = StoreSettings(folder, plan.count * plan.block_bytes)
         self._store = flashkv.open(
             folder / "store",

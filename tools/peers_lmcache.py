@@ -56,7 +56,7 @@ class L2Adapter(FolderPeer):
         from lmcache.v1.distributed.l2_adapters import create_l2_adapter
         from lmcache.v1.distributed.l2_adapters.config import parse_args_to_l2_adapters_config
 
-        self.begin(folder, plan)
+        super().open(folder, plan)
         arena = page_aligned(2 * plan.batch * plan.block_bytes)
         self._in, self._out = arena.reshape(2, plan.batch, plan.block_bytes)
         memory = L1MemoryDesc(
@@ -251,7 +251,7 @@ class LocalDisk(FolderPeer):
         from lmcache.v1.metadata import LMCacheMetadata
         from lmcache.v1.storage_backend.storage_manager import StorageManager
 
-        self.begin(folder, plan)
+        super().open(folder, plan)
         tokens = tokens_of(plan.block_bytes)
         staging = 3 * plan.batch * plan.block_bytes + 64 * MIB
         configuration = LMCacheEngineConfig.from_defaults(

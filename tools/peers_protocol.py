@@ -125,7 +125,9 @@ class FolderPeer:
     def damage(self, folder: Path, plan: Plan, payload: bytes) -> str:
         return flip_payload(folder, payload, plan.block_bytes // 2)
 
-    def begin(self, folder: Path, plan: Plan) -> None:
-        """What every open() does first."""
+    def open(self, folder: Path, plan: Plan) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.plan = folder, plan
+
+    def close(self) -> None:
+        """Nothing is open."""

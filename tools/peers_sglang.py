@@ -34,7 +34,7 @@ class HiCacheFiles(FolderPeer):
         return {"sglang": metadata.version("sglang")}
 
     def open(self, folder: Path, plan: Plan) -> None:
-        self.begin(folder, plan)
+        super().open(folder, plan)
         configuration = self._library.HiCacheStorageConfig(
             tp_rank=0,
             tp_size=1,
@@ -59,9 +59,6 @@ class HiCacheFiles(FolderPeer):
     def get(self, keys: Sequence[bytes]) -> Sequence[Any]:
         got = self._files.batch_get([key.hex() for key in keys], self._pages[: len(keys)])
         return [None if page is None else row for page, row in zip(got, self._out, strict=False)]
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 def make(_variant: str) -> Peer:

@@ -47,7 +47,7 @@ class FsTier(FolderPeer):
         return {"vllm": str(vllm.__version__)}
 
     def open(self, folder: Path, plan: Plan) -> None:
-        self.begin(folder, plan)
+        super().open(folder, plan)
         self._rows = page_aligned(2 * plan.batch * plan.block_bytes).reshape(2 * plan.batch, -1)
         self._tier = self._manager_class(
             _spec(plan),
