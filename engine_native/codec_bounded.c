@@ -51,8 +51,9 @@ BOUNDED_DEFINE(portable)
 
 #if defined(__x86_64__)
 #define RUN(name, ...)                                                                             \
-    (fkv_cpu_has.avx2 ? fkv_bounded_##name##_avx2(__VA_ARGS__)                                     \
-                      : fkv_bounded_##name##_portable(__VA_ARGS__))
+    (fkv_cpu_has.avx512 ? fkv_bounded_##name##_avx512(__VA_ARGS__)                                 \
+     : fkv_cpu_has.avx2 ? fkv_bounded_##name##_avx2(__VA_ARGS__)                                   \
+                        : fkv_bounded_##name##_portable(__VA_ARGS__))
 #else
 #define RUN(name, ...) fkv_bounded_##name##_portable(__VA_ARGS__)
 #endif

@@ -1,7 +1,7 @@
 /* codec_bounded.h: what the parts of the bounded code share; see codec_bounded.c for the format.
  *
  * Invariants
- *  - both code paths are compiled from codec_bounded_core.h: the same operations on float32 in the same
+ *  - all code paths are compiled from codec_bounded_core.h: the same operations on float32 in the same
  *    order, so the same bytes and the same values;
  *  - a plan exists only for parameters that mean something (fkv_bounded_plan_make refuses others);
  *  - nothing here allocates; scratch is the caller's. */
@@ -116,7 +116,7 @@ uint32_t fkv_bounded_emit(const uint64_t *rows, const bounded_plan *plan, bounde
 int fkv_bounded_plan_decode(const uint8_t *in, uint32_t length, uint32_t count, uint32_t exact,
                             const bounded_plan *plan, const uint64_t *rows);
 
-/* ---- the two paths ---- */
+/* ---- the paths ---- */
 #define BOUNDED_PATH(suffix)                                                                       \
     void fkv_bounded_values_##suffix(const uint8_t *row, uint32_t dtype, uint32_t count,           \
                                      float *out);                                                  \
@@ -139,5 +139,6 @@ int fkv_bounded_plan_decode(const uint8_t *in, uint32_t length, uint32_t count, 
 BOUNDED_PATH(portable)
 #if defined(__x86_64__)
 BOUNDED_PATH(avx2)
+BOUNDED_PATH(avx512)
 #endif
 #endif

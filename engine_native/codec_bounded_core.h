@@ -284,7 +284,20 @@ CORE void quantise(const float *values, const bounded_plan *plan, bool by_token,
 }
 
 /* ---- bytes and words ---- */
-#ifdef PREFIX_BMI2
+#if defined(BOUNDED_MASKS)
+CORE uint64_t word_of(const uint8_t *bytes, int bit)
+{
+    return _mm512_test_epi8_mask(_mm512_loadu_si512(bytes), _mm512_set1_epi8((char)(1 << bit)));
+}
+
+/* Adds weights[i] to the bytes whose bits are set; the weights have bits that no byte has yet. */
+CORE void weigh(uint64_t word, const uint8_t *weights, uint8_t *bytes)
+{
+    const __m512i before = _mm512_loadu_si512(bytes);
+    _mm512_storeu_si512(
+        bytes, _mm512_mask_add_epi8(before, word, before, _mm512_loadu_si512(weights)));
+}
+#elif defined(PREFIX_BMI2)
 CORE uint64_t word_of(const uint8_t *bytes, int bit)
 {
     const __m256i *from = (const __m256i *)bytes;

@@ -42,6 +42,16 @@
 #include "codec_prefix_planes.h"
 #include "cpu.h"
 
+/* The processor's path of a function that has three. */
+#if defined(__x86_64__)
+#define RUN(name, ...)                                                                             \
+    (fkv_cpu_has.avx512 ? fkv_prefix_##name##_avx512(__VA_ARGS__)                                  \
+     : fkv_cpu_has.avx2 ? fkv_prefix_##name##_avx2(__VA_ARGS__)                                    \
+                        : fkv_prefix_##name##_portable(__VA_ARGS__))
+#else
+#define RUN(name, ...) fkv_prefix_##name##_portable(__VA_ARGS__)
+#endif
+
 #define NONE PREFIX_NONE
 const int8_t fkv_prefix_distance[2][16] = {
     {0, NONE, NONE, 1, 2, 3, -1, 4, 5, 6, -2, 7, 8, 9, 10, NONE},
@@ -64,6 +74,18 @@ __attribute__((constructor)) static void make_symbols(void)
 }
 
 /* ---- plans ---- */
+/* Which of 64 bytes have this bit. */
+static uint64_t bits_of_bytes(const uint8_t *bytes, uint32_t bit)
+{
+    uint64_t result = 0, word;
+    for (uint32_t i = 0; i < 8; i++) {
+        memcpy(&word, bytes + 8 * i, 8);
+        word = word / bit & 0x0101010101010101; /* each in the lowest bit of its byte */
+        result |= (word * 0x0102040810204080 >> 56) << 8 * i;
+    }
+    return result;
+}
+
 bool fkv_prefix_plan_make(prefix_plan *plan, const uint8_t *parameters, uint32_t vector_bytes,
                           uint32_t mode)
 {
@@ -79,22 +101,21 @@ bool fkv_prefix_plan_make(prefix_plan *plan, const uint8_t *parameters, uint32_t
     plan->mantissa_planes = prefix_mantissa_planes(mode);
     plan->static_bits = fp16 ? (plan->mantissa_planes + 1) * values : 0;
     plan->low_bytes = !fp16 || mode == FKV_STREAM_PREFIX_FP16 ? values : 0;
-    memset(plan->base + values, 0, PREFIX_GROUP);
-    memset(plan->kind + values, 0, PREFIX_GROUP);
     for (uint32_t g = 0; g < plan->groups; g++) {
         uint32_t first = g * PREFIX_GROUP;
         uint32_t in_use = values - first < PREFIX_GROUP ? values - first : PREFIX_GROUP;
-        uint64_t wide = 0, steady = 0, negative = 0;
-        for (uint32_t i = 0; i < in_use; i++) {
-            uint32_t p = parameters[first + i], delta = p & PREFIX_DELTA_MASK;
-            if ((p & PREFIX_NEGATIVE) && !(p & PREFIX_STEADY)) return false;
-            plan->base[first + i] =
-                delta == PREFIX_DELTA_ZERO ? 0 : (uint8_t)((base - delta) & exponent_max);
-            plan->kind[first + i] = p & PREFIX_WIDE ? 0xFF : 0;
-            wide |= (uint64_t)(p / PREFIX_WIDE & 1) << i;
-            steady |= (uint64_t)(p / PREFIX_STEADY & 1) << i;
-            negative |= (uint64_t)(p / PREFIX_NEGATIVE & 1) << i;
+        uint8_t p[PREFIX_GROUP] = {0};
+        memcpy(p, parameters + first, in_use);
+        for (uint32_t i = 0; i < PREFIX_GROUP; i++) {
+            const uint8_t delta = p[i] & PREFIX_DELTA_MASK;
+            const uint8_t own = (uint8_t)((base - delta) & exponent_max);
+            plan->base[first + i] = delta == PREFIX_DELTA_ZERO ? 0 : own;
+            plan->kind[first + i] = p[i] & PREFIX_WIDE ? 0xFF : 0;
         }
+        const uint64_t wide = bits_of_bytes(p, PREFIX_WIDE),
+                       steady = bits_of_bytes(p, PREFIX_STEADY);
+        const uint64_t negative = bits_of_bytes(p, PREFIX_NEGATIVE);
+        if (negative & ~steady) return false;
         plan->valid[g] = UINT64_MAX >> (PREFIX_GROUP - in_use);
         plan->wide[g] = wide;
         plan->raw_sign[g] = plan->valid[g] & ~steady;
@@ -104,26 +125,6 @@ bool fkv_prefix_plan_make(prefix_plan *plan, const uint8_t *parameters, uint32_t
         plan->static_bits += plan->wide_count[g] + (uint32_t)plan->sign_count[g];
     }
     return true;
-}
-
-/* ---- values ---- */
-static inline uint16_t load16(const uint8_t *at)
-{
-    uint16_t value;
-    memcpy(&value, at, 2);
-    return value;
-}
-
-static inline uint32_t exponent_of(uint16_t value, bool fp16)
-{
-    return fp16 ? value >> 10 & 0x1F : value >> 7 & 0xFF;
-}
-
-static inline uint32_t symbol_of(uint32_t exponent, const prefix_plan *plan, uint32_t channel)
-{
-    uint32_t at =
-        (plan->base[channel] - exponent - (uint32_t)PREFIX_DISTANCE_FIRST) & plan->exponent_max;
-    return at < PREFIX_SYMBOLS ? fkv_prefix_symbol[plan->kind[channel] & 1][at] : PREFIX_ESCAPE;
 }
 
 /* ---- counting ---- */
@@ -141,14 +142,14 @@ static void count_channel(const uint64_t *rows, uint32_t count, uint32_t channel
         uint32_t top = 0;
         for (uint32_t r = 0; r < count; r++) {
             const uint8_t *row = (const uint8_t *)(uintptr_t)rows[r];
-            uint32_t exponent = exponent_of(load16(row + 2 * channel), fp16);
+            uint32_t exponent = prefix_exponent(prefix_value(row + 2 * channel), fp16);
             if (exponent < limit && exponent > top) top = exponent;
         }
         for (uint32_t k = 0; k < 16; k++) counts->counts[k][i] = 0;
         counts->negatives[i] = 0;
         for (uint32_t r = 0; r < count; r++) {
-            uint16_t value = load16((const uint8_t *)(uintptr_t)rows[r] + 2 * channel);
-            uint32_t below = top - exponent_of(value, fp16);
+            uint16_t value = prefix_value((const uint8_t *)(uintptr_t)rows[r] + 2 * channel);
+            uint32_t below = top - prefix_exponent(value, fp16);
             counts->counts[below < 15 ? below : 15][i]++;
             counts->negatives[i] = (uint16_t)(counts->negatives[i] + (value >> 15));
         }
@@ -164,7 +165,10 @@ void fkv_prefix_count(const uint64_t *rows, uint32_t count, uint32_t values, uin
     const uint32_t channels = values - first < PREFIX_STEP ? values - first : PREFIX_STEP;
 #if defined(__x86_64__)
     if (fkv_cpu_has.avx2) {
-        fkv_prefix_count_avx2(rows, count, values, first, fp16, counts);
+        if (fkv_cpu_has.avx512)
+            fkv_prefix_count_avx512(rows, count, values, first, fp16, counts);
+        else
+            fkv_prefix_count_avx2(rows, count, values, first, fp16, counts);
         for (uint32_t i = 0; i < channels; i++)
             if (far_below(counts, i, count)) count_channel(rows, count, first + i, i, fp16, counts);
         return;
@@ -174,44 +178,10 @@ void fkv_prefix_count(const uint64_t *rows, uint32_t count, uint32_t values, uin
 }
 
 /* ---- encoding ---- */
-static void group_words(const uint8_t *row, uint32_t group, const prefix_plan *plan,
-                        prefix_words *w)
-{
-    memset(w, 0, sizeof *w);
-    for (uint32_t i = 0, c = group * PREFIX_GROUP; i < PREFIX_GROUP && c < plan->values; i++, c++) {
-        uint16_t value = load16(row + 2 * c);
-        uint32_t symbol = symbol_of(exponent_of(value, plan->fp16), plan, c);
-        for (int k = 0; k < 4; k++) w->symbol[k] |= (uint64_t)(symbol >> k & 1) << i;
-        w->sign |= (uint64_t)(value >> 15) << i;
-    }
-    except(plan, group, w);
-}
-
-static void costs_portable(const uint64_t *rows, uint32_t count, const prefix_plan *plan,
-                           uint16_t *bits)
-{
-    for (uint32_t r = 0; r < count; r++) {
-        uint32_t sum = 8 * plan->low_bytes + plan->static_bits;
-        for (uint32_t g = 0; g < plan->groups; g++) {
-            prefix_words w;
-            group_words((const uint8_t *)(uintptr_t)rows[r], g, plan, &w);
-            prefix_masks m = masks_of(w.symbol);
-            sum += bits_of(&m, plan->raw_sign[g]) + 8 * COUNT_BITS(m.escape);
-        }
-        bits[r] = (uint16_t)sum;
-    }
-}
-
 void fkv_prefix_plan_costs(const uint64_t *rows, uint32_t count, const prefix_plan *plan,
                            uint16_t *bits)
 {
-#if defined(__x86_64__)
-    if (fkv_cpu_has.avx2) {
-        fkv_prefix_costs_avx2(rows, count, plan, bits);
-        return;
-    }
-#endif
-    costs_portable(rows, count, plan, bits);
+    RUN(costs, rows, count, plan, bits);
 }
 
 void fkv_prefix_costs(const uint64_t *rows, uint32_t count, uint32_t vector_bytes, uint32_t mode,
@@ -220,57 +190,6 @@ void fkv_prefix_costs(const uint64_t *rows, uint32_t count, uint32_t vector_byte
     prefix_plan plan;
     if (fkv_prefix_plan_make(&plan, parameters, vector_bytes, mode))
         fkv_prefix_plan_costs(rows, count, &plan, bits);
-}
-
-static void low_bytes(const uint8_t *row, uint32_t first, uint32_t end, uint64_t low, uint8_t *out)
-{
-    for (uint32_t c = first; c < end; c++)
-        out[c] = (uint8_t)((load16(row + 2 * c) & 0x7F) | (low >> (c - first) & 1) << 7);
-}
-
-/* All but bfloat16: the low bytes, if there are any, and the mantissa's planes. */
-static void low_fp16(const uint8_t *row, uint32_t first, uint32_t end, const prefix_plan *plan,
-                     uint8_t *out, bit_writer *planes)
-{
-    static const uint8_t bit_of[3] = {8, 9, 7};
-    uint64_t words[3] = {0};
-    for (uint32_t c = first; c < end; c++) {
-        uint16_t value = load16(row + 2 * c);
-        if (plan->low_bytes) out[c] = (uint8_t)value;
-        for (int k = 0; k < 3; k++) words[k] |= (uint64_t)(value >> bit_of[k] & 1) << (c - first);
-    }
-    for (uint32_t k = 0; k < plan->mantissa_planes; k++) put_bits(planes, words[k], end - first);
-}
-
-static void encode_portable(const uint64_t *rows, uint32_t count, const prefix_plan *plan,
-                            prefix_parts *parts)
-{
-    uint8_t *out = parts->low;
-    bit_writer planes = {parts->planes, 0, 0}, digits = {parts->digits, 0, parts->digits_held};
-    prefix_batch batch = {.count = 0};
-    for (uint32_t r = 0; r < count; r++, out += plan->low_bytes) {
-        const uint8_t *row = (const uint8_t *)(uintptr_t)rows[r];
-        for (uint32_t g = 0; g < plan->groups; g++) {
-            uint32_t first = g * PREFIX_GROUP, end = first + PREFIX_GROUP;
-            prefix_words *w = &batch.words[batch.count];
-            if (end > plan->values) end = plan->values;
-            group_words(row, g, plan, w);
-            prefix_masks m = masks_of(w->symbol);
-            if (plan->fp16) low_fp16(row, first, end, plan, out, &planes);
-            uint64_t low = put_planes(plan, g, w, &m, &planes);
-            if (!plan->fp16) low_bytes(row, first, end, low, out);
-            batch.masks[batch.count] = m;
-            batch.group[batch.count++] = g;
-            if (batch.count == PREFIX_BATCH) put_batch(plan, &batch, &digits);
-            for (uint64_t left = m.escape; left; left &= left - 1) {
-                uint32_t c = first + (uint32_t)__builtin_ctzll(left);
-                parts->escapes[parts->escape_count++] =
-                    (uint8_t)exponent_of(load16(row + 2 * c), plan->fp16);
-            }
-        }
-    }
-    put_batch(plan, &batch, &digits);
-    prefix_parts_end(parts, &planes, &digits);
 }
 
 /* A stripe that fits a page has no more than this in its parts; others are refused. */
@@ -287,12 +206,7 @@ uint32_t fkv_prefix_plan_encode(const uint64_t *rows, uint32_t count, const pref
     parts.low = out;
     parts.escape_count = 0;
     parts.digits_held = count * plan->static_bits % 8;
-#if defined(__x86_64__)
-    if (fkv_cpu_has.avx2)
-        fkv_prefix_encode_avx2(rows, count, plan, &parts);
-    else
-#endif
-        encode_portable(rows, count, plan, &parts);
+    RUN(encode, rows, count, plan, &parts);
     uint32_t planes = count * plan->static_bits / 8;
     out += count * plan->low_bytes;
     memcpy(out, parts.planes, planes);
@@ -315,104 +229,27 @@ static bool patch_one(const prefix_plan *plan, uint32_t channel, uint32_t expone
                       uint8_t *row)
 {
     if (exponent > plan->exponent_max) return false;
-    if (!exception && symbol_of(exponent, plan, channel) != PREFIX_ESCAPE) return false;
+    if (!exception && prefix_symbol(exponent, plan, channel) != PREFIX_ESCAPE) return false;
     if (!row) return true;
-    uint32_t value = load16(row + 2 * channel);
+    uint32_t value = prefix_value(row + 2 * channel);
     value = plan->fp16 ? (value & 0x83FF) | exponent << 10 : (value & 0x807F) | exponent << 7;
     uint16_t narrow = (uint16_t)value;
     memcpy(row + 2 * channel, &narrow, 2);
     return true;
 }
 
-static uint64_t low_word(const uint8_t *in, uint32_t first, uint32_t end)
+bool fkv_prefix_patch_group(uint64_t escape, uint32_t group, const prefix_plan *plan, uint64_t sign,
+                            const uint8_t *begin, const uint8_t **escapes, uint8_t *row)
 {
-    uint64_t low = 0;
-    for (uint32_t c = first; c < end; c++) low |= (uint64_t)(in[c] >> 7) << (c - first);
-    return low;
-}
-
-static void merge_group(const uint8_t *in, uint32_t first, uint32_t end, const prefix_plan *plan,
-                        const prefix_words *w, const uint64_t mantissa[3], uint8_t *row)
-{
-    for (uint32_t c = first; c < end; c++) {
-        uint32_t i = c - first, symbol = 0, value = (uint32_t)(w->sign >> i & 1) << 15;
-        for (uint32_t k = 0; k < 4; k++) symbol |= (uint32_t)(w->symbol[k] >> i & 1) << k;
-        int distance = fkv_prefix_distance[plan->kind[c] & 1][symbol];
-        uint32_t exponent = ((uint32_t)plan->base[c] - (uint32_t)distance) & plan->exponent_max;
-        if (plan->fp16)
-            value |= exponent << 10 | (uint32_t)(mantissa[0] >> i & 1) << 8
-                     | (uint32_t)(mantissa[1] >> i & 1) << 9
-                     | (plan->low_bytes ? in[c] : (uint32_t)(mantissa[2] >> i & 1) << 7);
-        else
-            value |= exponent << 7 | (in[c] & 0x7F);
-        uint16_t narrow = (uint16_t)value;
-        memcpy(row + 2 * c, &narrow, 2);
-    }
-}
-
-bool fkv_prefix_patch_group(uint64_t escape, uint32_t first, const prefix_plan *plan,
-                            const prefix_words *w, const uint8_t *begin, const uint8_t **escapes,
-                            uint8_t *row)
-{
-    const uint32_t g = first / PREFIX_GROUP;
+    const uint64_t exceptions = (sign ^ plan->negative[group]) & ~plan->raw_sign[group];
     for (; escape; escape &= escape - 1) {
         uint32_t i = (uint32_t)__builtin_ctzll(escape);
-        bool exception = ((w->sign ^ plan->negative[g]) & ~plan->raw_sign[g]) >> i & 1;
         if (*escapes == begin) return false;
         *escapes -= 1;
-        if (!patch_one(plan, first + i, **escapes, exception, row)) return false;
-    }
-    return true;
-}
-
-/* Puts a batch in place, escapes too; false where they ran out or are not what they must be. */
-static bool place_batch(const prefix_plan *plan, const batch_places *b, const uint8_t *begin,
-                        const uint8_t **escapes)
-{
-    for (uint32_t i = 0; i < b->batch.count; i++) {
-        uint32_t first = b->batch.group[i] * PREFIX_GROUP, stop = first + PREFIX_GROUP;
-        if (stop > plan->values) stop = plan->values;
-        const prefix_words *w = &b->batch.words[i];
-        if (b->row[i]) merge_group(b->low[i], first, stop, plan, w, b->mantissa[i], b->row[i]);
-        if (!fkv_prefix_patch_group(b->batch.masks[i].escape, first, plan, w, begin, escapes,
-                                    b->row[i]))
+        if (!patch_one(plan, group * PREFIX_GROUP + i, **escapes, exceptions >> i & 1, row))
             return false;
     }
     return true;
-}
-
-static const uint8_t *decode_portable(const uint8_t *in, uint32_t count, const prefix_plan *plan,
-                                      const uint8_t *planes, uint64_t *plane_bits,
-                                      const uint8_t *end, const uint64_t *rows)
-{
-    const uint8_t *begin = in + (size_t)count * plan->low_bytes;
-    const uint64_t room_bits = (uint64_t)(end - begin) * 8;
-    uint64_t plane_at = 0, at = (uint64_t)count * plan->static_bits;
-    batch_places b = {.batch = {.count = 0}};
-    for (uint32_t r = 0, g = 0; r < count;) {
-        uint32_t i = b.batch.count++, first = g * PREFIX_GROUP, stop = first + PREFIX_GROUP;
-        if (stop > plan->values) stop = plan->values;
-        b.batch.group[i] = g, b.low[i] = in, b.row[i] = (uint8_t *)(uintptr_t)rows[r];
-        uint64_t low;
-        if (plan->fp16) {
-            b.mantissa[i][2] = 0;
-            for (uint32_t k = 0; k < plan->mantissa_planes; k++, plane_at += stop - first)
-                b.mantissa[i][k] = take_bits(planes, plane_at);
-            low = take_bits(planes, plane_at);
-            plane_at += stop - first;
-        } else {
-            low = low_word(in, first, stop);
-        }
-        get_planes(plan, g, low, planes, plane_at, &b.batch.words[i], &b.batch.masks[i]);
-        plane_at += plan->wide_count[g] + (uint32_t)plan->sign_count[g];
-        if (++g == plan->groups) g = 0, r++, in += plan->low_bytes;
-        if (b.batch.count < PREFIX_BATCH && r < count) continue;
-        at = get_batch(plan, &b.batch, planes, at, room_bits);
-        if (at > room_bits || !place_batch(plan, &b, begin, &end)) return NULL;
-        b.batch.count = 0;
-    }
-    *plane_bits = at;
-    return end;
 }
 
 int fkv_prefix_plan_decode(const uint8_t *in, uint32_t length, uint32_t count,
@@ -428,12 +265,7 @@ int fkv_prefix_plan_decode(const uint8_t *in, uint32_t length, uint32_t count,
     /* A copy, so that words can be loaded at its end. */
     memcpy(planes, begin, (size_t)(end - begin));
     memset(planes + (end - begin), 0, PREFIX_LOAD_ROOM);
-#if defined(__x86_64__)
-    if (fkv_cpu_has.avx2)
-        escapes = fkv_prefix_decode_avx2(in, count, plan, planes, &bits, end, rows);
-    else
-#endif
-        escapes = decode_portable(in, count, plan, planes, &bits, end, rows);
+    escapes = RUN(decode, in, count, plan, planes, &bits, end, rows);
     if (!escapes || (uint64_t)(escapes - begin) != (bits + 7) / 8) return -1;
     return bits % 8 && planes[bits / 8] >> bits % 8 ? -1 : 0;
 }

@@ -2,7 +2,7 @@
  * format.
  *
  * Invariants
- *  - a function and its _avx2 twin give the same bytes, costs and verdicts;
+ *  - a function and its _avx2 and _avx512 twins give the same bytes, costs and verdicts;
  *  - a plan exists only for parameters that an encoder can produce (fkv_prefix_plan_make refuses the
  *    others);
  *  - nothing here allocates; scratch is bounded by what fits a page. */
@@ -80,15 +80,15 @@ typedef struct {
     uint8_t digits[PREFIX_PAGE_VALUES + 16], escapes[PREFIX_PAGE_VALUES];
 } prefix_parts;
 
-/* What choosing looks at, of 32 channels: values by distance below each one's `top`; [15]: others. */
-#define PREFIX_STEP 32u
+/* What choosing looks at, of 64 channels: values by distance below each one's `top`; [15]: others. */
+#define PREFIX_STEP PREFIX_GROUP
 typedef struct {
     uint16_t counts[16][PREFIX_STEP];
     uint16_t negatives[PREFIX_STEP];
     uint8_t top[PREFIX_STEP];
 } prefix_counts;
 
-/* Of channels [first, first + 32), fewer at the vector's end; at most 65,535 rows. */
+/* Of channels [first, first + 64), fewer at the vector's end; at most 65,535 rows. */
 void fkv_prefix_count(const uint64_t *rows, uint32_t count, uint32_t values, uint32_t first,
                       bool fp16, prefix_counts *counts);
 
@@ -104,27 +104,58 @@ uint32_t fkv_prefix_plan_encode(const uint64_t *rows, uint32_t count, const pref
                                 uint8_t *out);
 int fkv_prefix_plan_decode(const uint8_t *in, uint32_t length, uint32_t count,
                            const prefix_plan *plan, const uint64_t *rows);
-/* Puts a group's escapes in their places (row NULL: nowhere); they are read downwards from *escapes,
- * not below `begin`. False where they ran out, or a value had a code of its own. */
+/* What a group of 64 values is made of: bit i of each word is value i's. */
 typedef struct {
     uint64_t symbol[4]; /* bit k of each value's symbol */
     uint64_t sign;
 } prefix_words;
-bool fkv_prefix_patch_group(uint64_t escape, uint32_t first, const prefix_plan *plan,
-                            const prefix_words *w, const uint8_t *begin, const uint8_t **escapes,
-                            uint8_t *row);
+
+/* Puts a group's escapes in their places (row NULL: nowhere); they are read downwards from *escapes,
+ * not below `begin`. False where they ran out, or a value had a code of its own. */
+bool fkv_prefix_patch_group(uint64_t escape, uint32_t group, const prefix_plan *plan, uint64_t sign,
+                            const uint8_t *begin, const uint8_t **escapes, uint8_t *row);
+
+/* ---- values ---- */
+static inline uint16_t prefix_value(const uint8_t *at)
+{
+    uint16_t value;
+    memcpy(&value, at, 2);
+    return value;
+}
+
+static inline uint32_t prefix_exponent(uint16_t value, bool fp16)
+{
+    return fp16 ? value >> 10 & 0x1F : value >> 7 & 0xFF;
+}
+
+static inline uint32_t prefix_symbol(uint32_t exponent, const prefix_plan *plan, uint32_t channel)
+{
+    uint32_t at =
+        (plan->base[channel] - exponent - (uint32_t)PREFIX_DISTANCE_FIRST) & plan->exponent_max;
+    return at < PREFIX_SYMBOLS ? fkv_prefix_symbol[plan->kind[channel] & 1][at] : PREFIX_ESCAPE;
+}
 
 #if defined(__x86_64__)
 void fkv_prefix_count_avx2(const uint64_t *rows, uint32_t count, uint32_t values, uint32_t first,
                            bool fp16, prefix_counts *counts);
+void fkv_prefix_count_avx512(const uint64_t *rows, uint32_t count, uint32_t values, uint32_t first,
+                             bool fp16, prefix_counts *counts);
 void fkv_prefix_best_avx2(const prefix_counts *counts, uint32_t shift, uint8_t best[PREFIX_STEP]);
-void fkv_prefix_costs_avx2(const uint64_t *rows, uint32_t count, const prefix_plan *plan,
-                           uint16_t *bits);
-void fkv_prefix_encode_avx2(const uint64_t *rows, uint32_t count, const prefix_plan *plan,
-                            prefix_parts *parts);
-/* Returns the first of the escapes that were used, or NULL; *plane_bits: how many were. */
-const uint8_t *fkv_prefix_decode_avx2(const uint8_t *in, uint32_t count, const prefix_plan *plan,
-                                      const uint8_t *planes, uint64_t *plane_bits,
-                                      const uint8_t *end, const uint64_t *rows);
+#endif
+
+/* ---- the paths ---- */
+/* Decoding returns the first of the escapes that were used, or NULL; *plane_bits: how many were. */
+#define PREFIX_PATH(suffix)                                                                        \
+    void fkv_prefix_costs_##suffix(const uint64_t *rows, uint32_t count, const prefix_plan *plan,  \
+                                   uint16_t *bits);                                                \
+    void fkv_prefix_encode_##suffix(const uint64_t *rows, uint32_t count, const prefix_plan *plan, \
+                                    prefix_parts *parts);                                          \
+    const uint8_t *fkv_prefix_decode_##suffix(                                                     \
+        const uint8_t *in, uint32_t count, const prefix_plan *plan, const uint8_t *planes,         \
+        uint64_t *plane_bits, const uint8_t *end, const uint64_t *rows);
+PREFIX_PATH(portable)
+#if defined(__x86_64__)
+PREFIX_PATH(avx2)
+PREFIX_PATH(avx512)
 #endif
 #endif

@@ -1,5 +1,5 @@
 /* codec_prefix_avx2.c: the prefix code in bit planes with AVX2 and BMI2; the format is in
- * codec_prefix.c.
+ * codec_prefix.c, what paths have in common in codec_prefix_rows.h.
  *
  * Invariants
  *  - same counts, costs, bytes and verdicts as the portable code;
@@ -14,11 +14,7 @@
 #include "codec_prefix_planes.h"
 
 #define STEP 32u
-#ifdef FKV_COVERAGE
-#define INLINE TARGET static inline
-#else
-#define INLINE TARGET static inline __attribute__((always_inline))
-#endif
+#define INLINE PREFIX_INLINE
 
 INLINE __m256i load(const void *at) { return _mm256_loadu_si256((const __m256i *)at); }
 INLINE void store(void *at, __m256i value) { _mm256_storeu_si256((__m256i *)at, value); }
@@ -51,21 +47,22 @@ INLINE void load_step(const uint8_t *row, uint32_t in_use, __m256i *a, __m256i *
     *a = load(copy), *b = load(copy + STEP);
 }
 
-INLINE void add_counters(const __m256i *counters, uint16_t (*sums)[PREFIX_STEP], uint32_t bins)
+/* sums: of the first bin; of each next one PREFIX_STEP further. */
+INLINE void add_counters(const __m256i *counters, uint16_t *sums, uint32_t bins)
 {
     for (uint32_t k = 0; k < bins; k++) {
         __m256i low = _mm256_cvtepu8_epi16(_mm256_castsi256_si128(counters[k])),
                 high = _mm256_cvtepu8_epi16(_mm256_extracti128_si256(counters[k], 1));
-        store(sums[k], _mm256_add_epi16(load(sums[k]), low));
-        store(sums[k] + 16, _mm256_add_epi16(load(sums[k] + 16), high));
+        uint16_t *to = sums + k * PREFIX_STEP;
+        store(to, _mm256_add_epi16(load(to), low));
+        store(to + 16, _mm256_add_epi16(load(to + 16), high));
     }
 }
 
 /* Values at distances first_bin ... first_bin + 7 below `top`. */
 INLINE void count_pass(const uint64_t *rows, uint32_t count, uint32_t offset, uint32_t in_use,
-                       bool fp16, __m256i top, uint32_t first_bin, uint16_t (*sums)[PREFIX_STEP])
+                       bool fp16, __m256i top, uint32_t first_bin, uint16_t *sums)
 {
-    memset(sums, 0, BINS_A_PASS * sizeof *sums);
     for (uint32_t done = 0; done < count; done += ROWS_A_PASS) {
         uint32_t end = count - done < ROWS_A_PASS ? count : done + ROWS_A_PASS;
         __m256i counters[BINS_A_PASS], a, b;
@@ -85,10 +82,9 @@ INLINE void count_pass(const uint64_t *rows, uint32_t count, uint32_t offset, ui
 }
 
 INLINE __m256i top_and_signs(const uint64_t *rows, uint32_t count, uint32_t offset, uint32_t in_use,
-                             bool fp16, uint16_t (*negatives)[PREFIX_STEP])
+                             bool fp16, uint16_t *negatives)
 {
     __m256i top = _mm256_setzero_si256(), a, b;
-    memset(negatives, 0, sizeof *negatives);
     for (uint32_t done = 0; done < count; done += ROWS_A_PASS) {
         uint32_t end = count - done < ROWS_A_PASS ? count : done + ROWS_A_PASS;
         __m256i counter = _mm256_setzero_si256();
@@ -103,14 +99,15 @@ INLINE __m256i top_and_signs(const uint64_t *rows, uint32_t count, uint32_t offs
     return top;
 }
 
-INLINE void count_step(const uint64_t *rows, uint32_t count, uint32_t offset, uint32_t in_use,
-                       bool fp16, prefix_counts *counts)
+/* Channels [channel, channel + 32) of the rows to columns [at, at + 32) of the counts. */
+INLINE void count_half(const uint64_t *rows, uint32_t count, uint32_t channel, uint32_t in_use,
+                       bool fp16, uint32_t at, prefix_counts *counts)
 {
-    __m256i top = top_and_signs(rows, count, offset, in_use, fp16, &counts->negatives);
-    store(counts->top, top);
+    __m256i top = top_and_signs(rows, count, 2 * channel, in_use, fp16, counts->negatives + at);
+    store(counts->top + at, top);
     for (uint32_t k = 0; k < 2 * BINS_A_PASS; k += BINS_A_PASS)
-        count_pass(rows, count, offset, in_use, fp16, top, k, counts->counts + k);
-    for (uint32_t h = 0; h < PREFIX_STEP; h += 16) {
+        count_pass(rows, count, 2 * channel, in_use, fp16, top, k, counts->counts[k] + at);
+    for (uint32_t h = at; h < at + STEP; h += 16) {
         __m256i others = _mm256_set1_epi16((short)count);
         for (uint32_t k = 0; k < 15; k++)
             others = _mm256_sub_epi16(others, load(counts->counts[k] + h));
@@ -152,76 +149,109 @@ TARGET void fkv_prefix_best_avx2(const prefix_counts *counts, uint32_t shift,
 TARGET void fkv_prefix_count_avx2(const uint64_t *rows, uint32_t count, uint32_t values,
                                   uint32_t first, bool fp16, prefix_counts *counts)
 {
-    uint32_t in_use = values - first;
-    if (fp16)
-        count_step(rows, count, 2 * first, in_use, true, counts);
-    else if (in_use >= STEP)
-        count_step(rows, count, 2 * first, STEP, false, counts);
-    else
-        count_step(rows, count, 2 * first, in_use, false, counts);
+    memset(counts, 0, sizeof *counts);
+    for (uint32_t at = 0; at < PREFIX_STEP && first + at < values; at += STEP) {
+        const uint32_t channel = first + at, in_use = values - channel;
+        if (fp16)
+            count_half(rows, count, channel, in_use, true, at, counts);
+        else if (in_use >= STEP)
+            count_half(rows, count, channel, STEP, false, at, counts);
+        else
+            count_half(rows, count, channel, in_use, false, at, counts);
+    }
 }
 
 /* ---- encoding ---- */
-/* The low bytes of a group's 64 values, in their order, as they are stored but for bit 7. */
+INLINE __m256i table(const void *bytes)
+{
+    return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)bytes));
+}
+
+/* What the channels of a group have alike in all rows. */
 typedef struct {
-    __m256i bytes[2];
+    __m256i base[2], kind[2], narrow, wide, exponent_max; /* narrow, wide: distances of symbols */
+    uint64_t valid, raw_sign, negative;
+    uint32_t first, in_use; /* channels */
+} group_lanes;
+
+INLINE group_lanes lanes_of(const prefix_plan *plan, uint32_t group)
+{
+    const uint32_t first = group * PREFIX_GROUP;
+    return (group_lanes){
+        .base = {load(plan->base + first), load(plan->base + first + STEP)},
+        .kind = {load(plan->kind + first), load(plan->kind + first + STEP)},
+        .narrow = table(fkv_prefix_distance[0]),
+        .wide = table(fkv_prefix_distance[1]),
+        .exponent_max = _mm256_set1_epi8((char)plan->exponent_max),
+        .valid = plan->valid[group],
+        .raw_sign = plan->raw_sign[group],
+        .negative = plan->negative[group],
+        .first = first,
+        .in_use = plan->values - first < PREFIX_GROUP ? plan->values - first : PREFIX_GROUP,
+    };
+}
+
+/* A byte of each of a group's 64 values, in their order. */
+typedef struct {
+    __m256i half[2];
+} group_bytes;
+
+/* The low bytes as they are stored but for bit 7. */
+typedef struct {
+    group_bytes bytes;
     uint64_t mantissa[3]; /* all but bfloat16: bits 8, 9 and 7 */
 } low_part;
 
 INLINE uint64_t words_pair(uint32_t low, uint32_t high) { return low | (uint64_t)high << 32; }
 
 /* Bit `k` of 64 bytes. */
-INLINE uint64_t plane_of(const __m256i bytes[2], int k)
+INLINE uint64_t plane_of(const group_bytes *bytes, int k)
 {
-    return words_pair((uint32_t)_mm256_movemask_epi8(_mm256_slli_epi16(bytes[0], 7 - k)),
-                      (uint32_t)_mm256_movemask_epi8(_mm256_slli_epi16(bytes[1], 7 - k)));
+    return words_pair((uint32_t)_mm256_movemask_epi8(_mm256_slli_epi16(bytes->half[0], 7 - k)),
+                      (uint32_t)_mm256_movemask_epi8(_mm256_slli_epi16(bytes->half[1], 7 - k)));
 }
 
-INLINE __m256i symbols(__m256i exponent, const prefix_plan *plan, uint32_t channel, bool fp16)
+INLINE __m256i symbols(__m256i exponent, const group_lanes *lanes, int half, bool fp16)
 {
     const __m256i escape = _mm256_set1_epi8(PREFIX_ESCAPE);
-    __m256i narrow =
-        _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)fkv_prefix_symbol[0]));
-    __m256i wide =
-        _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)fkv_prefix_symbol[1]));
-    __m256i at = _mm256_sub_epi8(load(plan->base + channel), exponent);
+    __m256i at = _mm256_sub_epi8(lanes->base[half], exponent);
     at = _mm256_sub_epi8(at, _mm256_set1_epi8(PREFIX_DISTANCE_FIRST));
-    if (fp16) at = _mm256_and_si256(at, _mm256_set1_epi8((char)plan->exponent_max));
+    if (fp16) at = _mm256_and_si256(at, lanes->exponent_max);
     at = _mm256_min_epu8(at, escape);
-    return _mm256_blendv_epi8(_mm256_shuffle_epi8(narrow, at), _mm256_shuffle_epi8(wide, at),
-                              load(plan->kind + channel));
+    return _mm256_blendv_epi8(_mm256_shuffle_epi8(table(fkv_prefix_symbol[0]), at),
+                              _mm256_shuffle_epi8(table(fkv_prefix_symbol[1]), at),
+                              lanes->kind[half]);
 }
 
 /* Symbols, signs and (low != NULL) low bytes of a group; `row` may lie up to its end only. */
-INLINE void group_words(const uint8_t *row, uint32_t group, const prefix_plan *plan, bool fp16,
-                        prefix_words *w, low_part *low)
+INLINE void group_words(const uint8_t *row, const group_lanes *lanes, bool fp16, prefix_words *w,
+                        low_part *low)
 {
-    const uint32_t first = group * PREFIX_GROUP;
     const __m256i mantissa = _mm256_set1_epi16(fp16 ? 0xFF : 0x7F);
     uint8_t copy[2 * PREFIX_GROUP];
-    __m256i symbol[2], high[2];
-    row += 2 * first;
-    if (plan->values - first < PREFIX_GROUP) {
+    group_bytes symbol, high;
+    row += 2 * lanes->first;
+    if (lanes->in_use < PREFIX_GROUP) {
         memset(copy, 0, sizeof copy);
-        memcpy(copy, row, 2 * (plan->values - first));
+        memcpy(copy, row, 2 * lanes->in_use);
         row = copy;
     }
 #pragma GCC unroll 2
     for (int h = 0; h < 2; h++) {
         __m256i a = load(row + 64 * h), b = load(row + 64 * h + STEP);
-        const uint32_t at = first + STEP * (uint32_t)h;
-        symbol[h] = symbols(exponents(a, b, fp16), plan, at, fp16);
-        high[h] = pack(_mm256_srli_epi16(a, 8), _mm256_srli_epi16(b, 8));
-        if (low) low->bytes[h] = pack(_mm256_and_si256(a, mantissa), _mm256_and_si256(b, mantissa));
+        symbol.half[h] = symbols(exponents(a, b, fp16), lanes, h, fp16);
+        high.half[h] = pack(_mm256_srli_epi16(a, 8), _mm256_srli_epi16(b, 8));
+        if (low)
+            low->bytes.half[h] = pack(_mm256_and_si256(a, mantissa), _mm256_and_si256(b, mantissa));
     }
 #pragma GCC unroll 4
-    for (int k = 0; k < 4; k++) w->symbol[k] = plane_of(symbol, k) & plan->valid[group];
-    w->sign = plane_of(high, 7);
+    for (int k = 0; k < 4; k++) w->symbol[k] = plane_of(&symbol, k) & lanes->valid;
+    w->sign = plane_of(&high, 7);
     if (low && fp16) {
-        for (int k = 0; k < 2; k++) low->mantissa[k] = plane_of(high, k) & plan->valid[group];
-        low->mantissa[2] = plane_of(low->bytes, 7) & plan->valid[group];
+        for (int k = 0; k < 2; k++) low->mantissa[k] = plane_of(&high, k) & lanes->valid;
+        low->mantissa[2] = plane_of(&low->bytes, 7) & lanes->valid;
     }
-    except(plan, group, w);
+    except(w, lanes->negative, lanes->raw_sign, lanes->valid);
 }
 
 /* 32 bits to 32 bytes of 0 or -1, in their order. */
@@ -234,115 +264,66 @@ INLINE __m256i spread(uint32_t word)
     return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bits), bits);
 }
 
-INLINE void store_low(uint8_t *out, const low_part *low, uint64_t top_bits, bool fp16,
-                      uint32_t in_use)
+INLINE void store_low(uint8_t *out, const group_lanes *lanes, const group_bytes *low)
 {
     uint8_t copy[PREFIX_GROUP];
-    uint8_t *to = in_use < PREFIX_GROUP ? copy : out;
-#pragma GCC unroll 2
-    for (int h = 0; h < 2; h++) {
-        __m256i bytes = low->bytes[h];
-        if (!fp16)
-            bytes = _mm256_or_si256(bytes, _mm256_and_si256(spread((uint32_t)(top_bits >> 32 * h)),
-                                                            _mm256_set1_epi8((char)0x80)));
-        store(to + STEP * h, bytes);
+    uint8_t *to = lanes->in_use < PREFIX_GROUP ? copy : out + lanes->first;
+    store(to, low->half[0]), store(to + STEP, low->half[1]);
+    if (to == copy) memcpy(out + lanes->first, copy, lanes->in_use);
+}
+
+/* 64 low bytes of a group, those past its end zero. */
+INLINE group_bytes load_low(const uint8_t *in, const group_lanes *lanes)
+{
+    const uint8_t *from = in + lanes->first;
+    uint8_t copy[PREFIX_GROUP];
+    if (lanes->in_use < PREFIX_GROUP) {
+        memset(copy, 0, sizeof copy);
+        memcpy(copy, from, lanes->in_use);
+        from = copy;
     }
-    if (in_use < PREFIX_GROUP) memcpy(out, copy, in_use);
+    return (group_bytes){{load(from), load(from + STEP)}};
 }
 
-INLINE void costs_of(const uint64_t *rows, uint32_t count, const prefix_plan *plan, bool fp16,
-                     uint16_t *bits)
+/* The same where there are no low bytes: a plane holds their bit 7, or nothing does. */
+INLINE group_bytes low_of_plane(uint64_t plane)
 {
-    for (uint32_t r = 0; r < count; r++) {
-        uint32_t sum = 8 * plan->low_bytes + plan->static_bits;
-        for (uint32_t g = 0; g < plan->groups; g++) {
-            prefix_words w;
-            group_words((const uint8_t *)(uintptr_t)rows[r], g, plan, fp16, &w, NULL);
-            prefix_masks m = masks_of(w.symbol);
-            sum += bits_of(&m, plan->raw_sign[g]) + 8 * COUNT_BITS(m.escape);
-        }
-        bits[r] = (uint16_t)sum;
-    }
+    group_bytes low;
+    for (int h = 0; h < 2; h++)
+        low.half[h] =
+            _mm256_and_si256(spread((uint32_t)(plane >> 32 * h)), _mm256_set1_epi8((char)0x80));
+    return low;
 }
 
-TARGET void fkv_prefix_costs_avx2(const uint64_t *rows, uint32_t count, const prefix_plan *plan,
-                                  uint16_t *bits)
-{
-    if (plan->fp16)
-        costs_of(rows, count, plan, true, bits);
-    else
-        costs_of(rows, count, plan, false, bits);
-}
+/* Bit 7 of each. */
+INLINE uint64_t tops_of(const group_bytes *bytes) { return plane_of(bytes, 7); }
 
-INLINE void encode(const uint64_t *rows, uint32_t count, const prefix_plan *plan, bool fp16,
-                   prefix_parts *parts)
+INLINE void add_tops(uint8_t *out, const group_lanes *lanes, uint64_t tops)
 {
-    uint8_t *out = parts->low;
-    bit_writer planes = {parts->planes, 0, 0}, digits = {parts->digits, 0, parts->digits_held};
-    prefix_batch batch;
-    batch.count = 0;
-    for (uint32_t r = 0; r < count; r++, out += plan->low_bytes) {
-        const uint8_t *row = (const uint8_t *)(uintptr_t)rows[r];
-        for (uint32_t g = 0; g < plan->groups; g++) {
-            const uint32_t first = g * PREFIX_GROUP;
-            const uint32_t in_use =
-                plan->values - first < PREFIX_GROUP ? plan->values - first : PREFIX_GROUP;
-            prefix_words w;
-            low_part low = {.mantissa = {0}};
-            group_words(row, g, plan, fp16, &w, &low);
-            prefix_masks m = masks_of(w.symbol);
-            for (uint32_t k = 0; fp16 && k < plan->mantissa_planes; k++)
-                put_bits(&planes, low.mantissa[k], in_use);
-            uint64_t top_bits = put_planes(plan, g, &w, &m, &planes);
-            if (!fp16 || plan->low_bytes) store_low(out + first, &low, top_bits, fp16, in_use);
-            batch.words[batch.count] = w;
-            batch.masks[batch.count] = m;
-            batch.group[batch.count++] = g;
-            if (batch.count == PREFIX_BATCH) put_batch(plan, &batch, &digits);
-            for (uint64_t left = m.escape; left; left &= left - 1) {
-                uint16_t value;
-                memcpy(&value, row + 2 * (first + (uint32_t)__builtin_ctzll(left)), 2);
-                parts->escapes[parts->escape_count++] =
-                    (uint8_t)(fp16 ? value >> 10 & 0x1F : value >> 7);
-            }
-        }
-    }
-    put_batch(plan, &batch, &digits);
-    prefix_parts_end(parts, &planes, &digits);
-}
-
-TARGET void fkv_prefix_encode_avx2(const uint64_t *rows, uint32_t count, const prefix_plan *plan,
-                                   prefix_parts *parts)
-{
-    if (plan->fp16)
-        encode(rows, count, plan, true, parts);
-    else
-        encode(rows, count, plan, false, parts);
+    group_bytes low = load_low(out, lanes), top = low_of_plane(tops);
+    for (int h = 0; h < 2; h++) low.half[h] = _mm256_or_si256(low.half[h], top.half[h]);
+    store_low(out, lanes, &low);
 }
 
 /* ---- decoding ---- */
-INLINE void merge_half(const prefix_plan *plan, const prefix_words *w, const uint64_t mantissa[3],
-                       __m256i low, uint32_t channel, int half, bool fp16, uint8_t *row)
+INLINE void merge_half(const prefix_batch *b, uint32_t i, const uint64_t mantissa[3],
+                       const group_lanes *lanes, __m256i low, int half, bool fp16, uint8_t *row)
 {
     const __m256i seven_bits = _mm256_set1_epi8(0x7F);
-    __m256i narrow =
-        _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)fkv_prefix_distance[0]));
-    __m256i wide =
-        _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)fkv_prefix_distance[1]));
     __m256i symbol =
-        _mm256_and_si256(spread((uint32_t)(w->symbol[3] >> 32 * half)), _mm256_set1_epi8(8));
+        _mm256_and_si256(spread((uint32_t)(b->symbol[3][i] >> 32 * half)), _mm256_set1_epi8(8));
 #pragma GCC unroll 3
     for (int k = 0; k < 3; k++)
-        symbol =
-            _mm256_or_si256(symbol, _mm256_and_si256(spread((uint32_t)(w->symbol[k] >> 32 * half)),
-                                                     _mm256_set1_epi8((char)(1 << k))));
+        symbol = _mm256_or_si256(symbol,
+                                 _mm256_and_si256(spread((uint32_t)(b->symbol[k][i] >> 32 * half)),
+                                                  _mm256_set1_epi8((char)(1 << k))));
     __m256i distance =
-        _mm256_blendv_epi8(_mm256_shuffle_epi8(narrow, symbol), _mm256_shuffle_epi8(wide, symbol),
-                           load(plan->kind + channel));
-    __m256i exponent = _mm256_sub_epi8(load(plan->base + channel), distance), high;
-    __m256i sign = spread((uint32_t)(w->sign >> 32 * half));
+        _mm256_blendv_epi8(_mm256_shuffle_epi8(lanes->narrow, symbol),
+                           _mm256_shuffle_epi8(lanes->wide, symbol), lanes->kind[half]);
+    __m256i exponent = _mm256_sub_epi8(lanes->base[half], distance), high;
+    __m256i sign = spread((uint32_t)(b->sign[i] >> 32 * half));
     if (fp16) {
-        exponent = _mm256_and_si256(exponent, _mm256_set1_epi8((char)plan->exponent_max));
+        exponent = _mm256_and_si256(exponent, lanes->exponent_max);
         high = _mm256_slli_epi16(exponent, 2);
         for (int k = 0; k < 2; k++)
             high =
@@ -360,119 +341,16 @@ INLINE void merge_half(const prefix_plan *plan, const prefix_words *w, const uin
     store(row + STEP, _mm256_unpackhi_epi8(low, high));
 }
 
-INLINE void merge_group(const prefix_plan *plan, const prefix_words *w, const uint64_t mantissa[3],
-                        const __m256i low[2], uint32_t first, uint32_t in_use, bool fp16,
-                        uint8_t *row)
+INLINE void merge_group(const prefix_batch *b, uint32_t i, const uint64_t mantissa[3],
+                        const group_lanes *lanes, const group_bytes *low, bool fp16, uint8_t *row)
 {
     uint8_t copy[2 * PREFIX_GROUP];
-    uint8_t *to = in_use < PREFIX_GROUP ? copy : row + 2 * first;
-    merge_half(plan, w, mantissa, low[0], first, 0, fp16, to);
-    merge_half(plan, w, mantissa, low[1], first + STEP, 1, fp16, to + 64);
-    if (in_use < PREFIX_GROUP) memcpy(row + 2 * first, copy, 2 * in_use);
+    uint8_t *to = lanes->in_use < PREFIX_GROUP ? copy : row + 2 * lanes->first;
+    merge_half(b, i, mantissa, lanes, low->half[0], 0, fp16, to);
+    merge_half(b, i, mantissa, lanes, low->half[1], 1, fp16, to + 64);
+    if (to == copy) memcpy(row + 2 * lanes->first, copy, 2 * lanes->in_use);
 }
 
-/* 64 low bytes of a group, those past its end zero. */
-INLINE void load_low(const uint8_t *from, uint32_t in_use, __m256i low[2])
-{
-    uint8_t copy[PREFIX_GROUP];
-    if (in_use < PREFIX_GROUP) {
-        memset(copy, 0, sizeof copy);
-        memcpy(copy, from, in_use);
-        from = copy;
-    }
-    low[0] = load(from), low[1] = load(from + STEP);
-}
-
-/* The same where there are no low bytes: a plane holds their bit 7, or nothing does. */
-INLINE void low_of_plane(uint64_t plane, __m256i low[2])
-{
-    for (int h = 0; h < 2; h++)
-        low[h] =
-            _mm256_and_si256(spread((uint32_t)(plane >> 32 * h)), _mm256_set1_epi8((char)0x80));
-}
-
-INLINE uint32_t group_values(const prefix_plan *plan, uint32_t first)
-{
-    return plan->values - first < PREFIX_GROUP ? plan->values - first : PREFIX_GROUP;
-}
-
-INLINE bool place_batch(const prefix_plan *plan, const batch_places *b, bool fp16,
-                        const uint8_t *begin, const uint8_t **escapes)
-{
-    for (uint32_t i = 0; i < b->batch.count; i++) {
-        const uint32_t first = b->batch.group[i] * PREFIX_GROUP;
-        const uint32_t in_use = group_values(plan, first);
-        const uint64_t escape = b->batch.masks[i].escape;
-        if (b->row[i]) {
-            __m256i low[2];
-            if (!fp16 || plan->low_bytes)
-                load_low(b->low[i] + first, in_use, low);
-            else
-                low_of_plane(b->mantissa[i][2], low);
-            merge_group(plan, &b->batch.words[i], b->mantissa[i], low, first, in_use, fp16,
-                        b->row[i]);
-        }
-        if (escape
-            && !fkv_prefix_patch_group(escape, first, plan, &b->batch.words[i], begin, escapes,
-                                       b->row[i]))
-            return false;
-    }
-    return true;
-}
-
-/* The planes of one group; returns how many bits they have. */
-INLINE uint32_t read_planes(const prefix_plan *plan, batch_places *b, uint32_t i, bool fp16,
-                            const uint8_t *planes, uint64_t at)
-{
-    const uint32_t g = b->batch.group[i], first = g * PREFIX_GROUP;
-    const uint32_t in_use = group_values(plan, first);
-    uint32_t fixed = 0;
-    uint64_t low_bits;
-    if (fp16) {
-        b->mantissa[i][2] = 0;
-        for (uint32_t k = 0; k < plan->mantissa_planes; k++, fixed += in_use)
-            b->mantissa[i][k] = take_bits(planes, at + fixed);
-        low_bits = take_bits(planes, at + fixed);
-        fixed += in_use;
-    } else {
-        __m256i low[2];
-        load_low(b->low[i] + first, in_use, low);
-        low_bits = words_pair((uint32_t)_mm256_movemask_epi8(low[0]),
-                              (uint32_t)_mm256_movemask_epi8(low[1]));
-    }
-    get_planes(plan, g, low_bits, planes, at + fixed, &b->batch.words[i], &b->batch.masks[i]);
-    return fixed + plan->wide_count[g] + (uint32_t)plan->sign_count[g];
-}
-
-INLINE const uint8_t *decode(const uint8_t *in, uint32_t count, const prefix_plan *plan, bool fp16,
-                             const uint8_t *planes, uint64_t *plane_bits, const uint8_t *end,
-                             const uint64_t *rows)
-{
-    const uint8_t *begin = in + (size_t)count * plan->low_bytes;
-    const uint64_t room_bits = (uint64_t)(end - begin) * 8;
-    uint64_t plane_at = 0, at = (uint64_t)count * plan->static_bits;
-    batch_places b;
-    b.batch.count = 0;
-    for (uint32_t r = 0, g = 0; r < count;) {
-        uint32_t i = b.batch.count++;
-        b.batch.group[i] = g, b.low[i] = in, b.row[i] = (uint8_t *)(uintptr_t)rows[r];
-        plane_at += read_planes(plan, &b, i, fp16, planes, plane_at);
-        if (++g == plan->groups) g = 0, r++, in += plan->low_bytes;
-        if (b.batch.count < PREFIX_BATCH && r < count) continue;
-        at = get_batch(plan, &b.batch, planes, at, room_bits);
-        if (at > room_bits || !place_batch(plan, &b, fp16, begin, &end)) return NULL;
-        b.batch.count = 0;
-    }
-    *plane_bits = at;
-    return end;
-}
-
-TARGET const uint8_t *fkv_prefix_decode_avx2(const uint8_t *in, uint32_t count,
-                                             const prefix_plan *plan, const uint8_t *planes,
-                                             uint64_t *plane_bits, const uint8_t *end,
-                                             const uint64_t *rows)
-{
-    if (plan->fp16) return decode(in, count, plan, true, planes, plane_bits, end, rows);
-    return decode(in, count, plan, false, planes, plane_bits, end, rows);
-}
+#include "codec_prefix_rows.h"
+PREFIX_DEFINE(avx2)
 #endif

@@ -23,7 +23,7 @@ static char code_paths[96];
 
 static fkv_cpu detect(void)
 {
-    fkv_cpu found = {false, false, false, false};
+    fkv_cpu found = {0};
 #if defined(__x86_64__)
     unsigned eax, ebx = 0, ecx, edx;
     __builtin_cpu_init();
@@ -32,6 +32,9 @@ static fkv_cpu detect(void)
      * may not. */
     found.avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi")
                  && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt");
+    found.avx512 = found.avx2 && __builtin_cpu_supports("avx512f")
+                   && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq")
+                   && __builtin_cpu_supports("avx512vl");
     if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) {
         found.sha_ni = (ebx >> 29 & 1) && found.sse42;
         found.vpclmul = (ecx >> 10 & 1) && found.avx2 && found.sse42;
@@ -42,15 +45,17 @@ static fkv_cpu detect(void)
 
 void fkv_use_simd(int level)
 {
-    static const fkv_cpu none = {false, false, false, false};
+    static const fkv_cpu none = {0};
     fkv_cpu_has = level == 0 ? none : detect();
-    if (level == 2) fkv_cpu_has.vpclmul = false;
+    if (level == 2) fkv_cpu_has.vpclmul = fkv_cpu_has.avx512 = false;
     snprintf(code_paths, sizeof code_paths, "crc32c=%s sha256=%s codec=%s",
              fkv_cpu_has.vpclmul ? "vpclmul"
              : fkv_cpu_has.sse42 ? "sse4.2"
                                  : "portable",
              fkv_cpu_has.sha_ni ? "sha-ni" : "portable",
-             fkv_cpu_has.avx2 ? "avx2" : "portable");
+             fkv_cpu_has.avx512 ? "avx512"
+             : fkv_cpu_has.avx2 ? "avx2"
+                                : "portable");
 }
 
 const char *fkv_code_paths(void) { return code_paths; }

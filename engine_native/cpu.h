@@ -12,7 +12,7 @@
 #endif
 
 typedef struct {
-    bool sse42, avx2, sha_ni, vpclmul;
+    bool sse42, avx2, avx512, sha_ni, vpclmul; /* avx512: F, BW, DQ and VL; implies avx2 */
 } fkv_cpu;
 extern fkv_cpu fkv_cpu_has;
 

@@ -23,9 +23,18 @@ EXPONENT_MAX = {BF16: 255, FP16: 31}
 CANARY = 0xC3
 
 
+def _levels() -> tuple[int, ...]:
+    """Portable code, the processor's best, and AVX2's where that isn't the best."""
+    lib.fkv_use_simd(1)
+    return (0, 1, 2) if b"codec=avx512" in ffi.string(lib.fkv_code_paths()) else (0, 1)
+
+
+LEVELS = _levels()
+
+
 @contextmanager
 def code_path(level: int) -> Iterator[None]:
-    """Portable code (0) or the processor's best (1) inside the block."""
+    """One of LEVELS inside the block."""
     lib.fkv_use_simd(level)
     try:
         yield

@@ -15,6 +15,7 @@ import pytest
 from flashkv.tools.facts import store_facts
 from flashkv.tools.inspection import StoreView
 from flashkv.tools.record_facts import StreamFacts, record_detail, segment_records
+from fxp_reference import LEVELS
 from store_support import BACKENDS, open_store, shard_of
 
 from flashkv import Identity, KVGeometry
@@ -124,7 +125,7 @@ def test_portable_code_writes_the_same(
     assert digests(tmp_path / "store") == GOLDEN[codec]
 
 
-@pytest.mark.parametrize("simd", [0, 1])
+@pytest.mark.parametrize("simd", LEVELS)
 @pytest.mark.parametrize(("codec", "dtype"), sorted(OTHERS))
 def test_golden_bytes_of_other_codes(
     tmp_path: Path, codec: str, dtype: str, simd: int, monkeypatch: pytest.MonkeyPatch

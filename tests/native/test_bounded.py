@@ -15,7 +15,7 @@ import realkv
 from bounded_choice_reference import reference_choose
 from bounded_reference import CHANNELS, MODES, PAGE_BYTES, TOKENS
 from codec_contents import KINDS, bf16_bits, make, streams_of
-from fxp_reference import CANARY, code_path, scattered
+from fxp_reference import CANARY, LEVELS, code_path, scattered
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -75,7 +75,7 @@ def check_choice(
 ) -> tuple[int, np.ndarray, np.ndarray]:
     """What is chosen, the same on every code path and in the reference."""
     expected = reference_choose(words, mode, factor, exact)
-    for level in (0, 1):
+    for level in LEVELS:
         with code_path(level):
             bits, parameters, levels = bounded.choose(vectors, words.shape[1], mode, factor, exact)
         assert bits == expected[0]
@@ -104,7 +104,7 @@ def check_stripe(
     stripe = bounded.reference_encode(words, mode, parameters, levels, first_token)
     expected = bounded.reference_values(words, mode, parameters, levels, first_token)
     fits = len(stripe) <= PAGE_BYTES
-    for level in (0, 1):
+    for level in LEVELS:
         with code_path(level):
             found = bounded.encode(vectors, values, mode, parameters, levels, first_token)
             assert found == (stripe if fits else b"")
@@ -348,7 +348,7 @@ def test_unwanted_rows_are_skipped(mode: int, values: int, rows: int, seed: int)
     expected = bounded.reference_values(words, mode, parameters, levels)
     shape = (rows, words.itemsize * values)
     wanted = rng.random(rows) < 0.5
-    for level in (0, 1):
+    for level in LEVELS:
         with code_path(level):
             decoded = bounded.decode(stripe, shape, mode, parameters, wanted=wanted)
         assert decoded is not None
@@ -381,7 +381,7 @@ def test_golden_stripes() -> None:
     mode = CHANNELS[0]
     assert bounded.reference_encode(words, mode, parameters, levels) == stripe
     values = [2.5, 1.25, 0.5, 0.875, -9.0, 0.4375 + 5.75]
-    for level in (0, 1):
+    for level in LEVELS:
         with code_path(level):
             assert bounded.encode(in_memory(words), 2, mode, parameters, levels) == stripe
             decoded = bounded.decode(stripe, (3, 4), mode, parameters)

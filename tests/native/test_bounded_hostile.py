@@ -9,7 +9,7 @@ import bounded_reference as bounded
 import numpy as np
 from bounded_reference import MODES, PAGE_BYTES
 from codec_contents import KINDS, make
-from fxp_reference import code_path, scattered
+from fxp_reference import LEVELS, code_path, scattered
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -139,7 +139,7 @@ def test_values_that_the_parameters_cannot_say_fit_no_stripe() -> None:
     words = np.array([[0x3F80, 0x3F80]], np.uint16)
     parameters = np.array([0, 0, 0, 0, 0, 0, 0, 15, 0, 0], np.uint8)
     levels = np.zeros(2, np.uint8)
-    for level in (0, 1):
+    for level in LEVELS:
         with code_path(level):
             stripe = bounded.encode(scattered(words), 2, bounded.CHANNELS[0], parameters, levels)
             assert stripe == b""

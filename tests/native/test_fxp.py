@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import realkv
 from codec_contents import KINDS, SPECIAL, make, streams_of
-from fxp_reference import BF16, FP16, PLAIN
+from fxp_reference import BF16, FP16, LEVELS, PLAIN
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,7 +25,7 @@ def check(values: np.ndarray, mode: int, gap_bytes: int = 0, offset: int = 0) ->
     expected = np.ascontiguousarray(values).view(np.uint8).reshape(rows, vector_bytes)
     parameters = fxp.reference_choose(values, mode)
     stripe = fxp.reference_encode(values, mode, parameters)
-    for level in (0, 1):
+    for level in LEVELS:
         with fxp.code_path(level):
             assert fxp.choose(vectors, vector_bytes, mode).tolist() == parameters.tolist()
             assert fxp.encode(vectors, vector_bytes, mode, parameters) == stripe
@@ -82,7 +82,7 @@ def test_any_parameters_are_exact(mode: int, values: int, seed: int) -> None:
     parameters[0] = rng.integers(0, rng.choice([8, fxp.EXPONENT_MAX[mode] + 1, 256]))
     content = make(rng.choice(KINDS), 20, values, seed)
     vectors, stripe = fxp.scattered(content), fxp.reference_encode(content, mode, parameters)
-    for level in (0, 1):
+    for level in LEVELS:
         with fxp.code_path(level):
             assert fxp.encode(vectors, 2 * values, mode, parameters) == stripe
             decoded = fxp.decode(stripe, (20, 2 * values), mode, parameters)
@@ -99,7 +99,7 @@ def test_unwanted_rows_are_skipped_with_their_escapes(mode: int, values: int, se
     parameters = fxp.reference_choose(content, mode)
     stripe = fxp.reference_encode(content, mode, parameters)
     wanted = rng.random(50) < rng.random()
-    for level in (0, 1):
+    for level in LEVELS:
         with fxp.code_path(level):
             decoded = fxp.decode(stripe, (50, 2 * values), mode, parameters, wanted=wanted)
         assert decoded is not None
@@ -153,7 +153,7 @@ def golden_rows(rows: list[str]) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("mode", "rows", "chosen", "stripe"), GOLDEN)
-@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("level", LEVELS)
 def test_golden_stripes(mode: int, rows: list[str], chosen: str, stripe: str, level: int) -> None:
     vectors = golden_rows(rows)
     parameters = np.frombuffer(bytes.fromhex(chosen) + b"\0", np.uint8)
@@ -164,7 +164,7 @@ def test_golden_stripes(mode: int, rows: list[str], chosen: str, stripe: str, le
     assert decoded.tolist() == vectors.tolist()
 
 
-@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("level", LEVELS)
 def test_choices(level: int) -> None:
     def chosen(exponents: list[int], mode: int = BF16) -> list[int]:
         shift = 10 if mode == FP16 else 7
@@ -183,7 +183,7 @@ def test_choices(level: int) -> None:
     assert chosen([250] * 2 + [127]) == [251, 0]
 
 
-@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("level", LEVELS)
 def test_bases_far_apart(level: int) -> None:
     """A channel of small values has the nibble's lowest base; one of zeros always a right one."""
     values = np.array([[127 << 7, 113 << 7, 90 << 7, 0, 127 << 7]], np.uint16)

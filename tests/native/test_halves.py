@@ -12,7 +12,7 @@ import prefix_reference as prefix
 import pytest
 import realkv
 from codec_contents import KINDS, make, streams_of
-from fxp_reference import _u8, _u64, addresses, code_path, decoded_rows
+from fxp_reference import LEVELS, _u8, _u64, addresses, code_path, decoded_rows
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -84,7 +84,7 @@ def check(values: np.ndarray, mode: int, gap_bytes: int = 0, offset: int = 0) ->
     if len(stripe) > prefix.PAGE_BYTES:
         return len(stripe)
     expected = np.ascontiguousarray(values).view(np.uint8).reshape(rows, width)
-    for level in (0, 1):
+    for level in LEVELS:
         with code_path(level):
             assert encode(values, mode, parameters, gap_bytes) == stripe
             back = decode(
@@ -165,7 +165,7 @@ def test_damaged_stripes(
     for flip in flips:
         mutated[flip // 8 % len(mutated)] ^= 1 << flip % 8
     results = []
-    for level in (0, 1):
+    for level in LEVELS:
         with code_path(level):
             assert decode(stripe + bytes(cut), shape, mode, parameters) is None
             assert decode(stripe[:-cut], shape, mode, parameters) is None
@@ -199,7 +199,7 @@ GOLDEN = [
 
 
 @pytest.mark.parametrize(("mode", "values", "parameters", "stripe"), GOLDEN)
-@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("level", LEVELS)
 def test_golden_stripes(
     mode: int, values: np.ndarray, parameters: list[int], stripe: str, level: int
 ) -> None:

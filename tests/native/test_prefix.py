@@ -13,7 +13,7 @@ import prefix_reference as prefix
 import pytest
 import realkv
 from codec_contents import KINDS, make, streams_of
-from fxp_reference import code_path, scattered
+from fxp_reference import LEVELS, code_path, scattered
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefix_reference import BF16, E4M3, FP16, MODES
@@ -46,7 +46,7 @@ def check(
     stripe = prefix.reference_encode(values, mode, parameters)
     if len(stripe) > prefix.PAGE_BYTES:
         return len(stripe)
-    for level in (0, 1):
+    for level in LEVELS:
         with code_path(level):
             if given_parameters is None:
                 chosen = prefix.choose(vectors, vector_bytes, mode)
@@ -118,7 +118,7 @@ def test_unwanted_rows_are_skipped(mode: int, kind: str, values: int, seed: int)
     parameters = prefix.choose(scattered(content), 2 * values, mode)
     stripe = prefix.reference_encode(content, mode, parameters)
     wanted = rng.random(rows) < rng.random()
-    for level in (0, 1):
+    for level in LEVELS:
         with code_path(level):
             decoded = prefix.decode(stripe, (rows, 2 * values), mode, parameters, wanted=wanted)
         assert decoded is not None
@@ -145,7 +145,7 @@ def test_choices_for_many_rows(
     content[:, values // 2 :] >>= np.uint16(seed % 3)  # channels of other sizes
     content &= np.uint16(prefix.PATTERN[mode])
     expected = prefix.reference_choose(content, mode)
-    for level in (0, 1):
+    for level in LEVELS:
         with code_path(level):
             assert prefix.choose(scattered(content), 2 * values, mode).tolist() == expected
 
@@ -159,7 +159,7 @@ def test_what_is_chosen() -> None:
     content[:, 3] = 0x3F80 | rng.integers(0, 128, 300)
     content[7, 2] |= 0x8000
     content[:, 4] = 0
-    for level in (0, 1):
+    for level in LEVELS:
         with code_path(level):
             chosen = prefix.channels(prefix.choose(scattered(content), 16, BF16), BF16)
         assert [c.steady for c in chosen] == [False, True, True, True, True, False, False, False]
@@ -176,7 +176,7 @@ def test_choices_at_their_edges() -> None:
     content = (exponents << 7).astype(np.uint16)
     expected = prefix.reference_choose(content, BF16)
     assert [byte & 31 for byte in expected[1:]] == [0, 0, 0, 0, 0, 30, 30, 31]
-    for level in (0, 1):
+    for level in LEVELS:
         with code_path(level):
             assert prefix.choose(scattered(content), 16, BF16).tolist() == expected
 
@@ -186,7 +186,7 @@ def test_a_few_outliers_do_not_matter() -> None:
     plain = prefix.choose(scattered(content), 32, BF16)
     before = prefix.reference_bits(content, BF16, plain)
     content[3] = 0x7F80  # infinity in every channel
-    for level in (0, 1):
+    for level in LEVELS:
         with code_path(level):
             chosen = prefix.choose(scattered(content), 32, BF16)
             assert prefix.reference_bits(content, BF16, chosen) < before + 16 * 20

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import prefix_reference as prefix
 from codec_contents import KINDS, make
-from fxp_reference import code_path, scattered
+from fxp_reference import LEVELS, code_path, scattered
 from hypothesis import given
 from hypothesis import strategies as st
 from prefix_reference import BF16, FP16, MODES
@@ -135,7 +135,7 @@ def test_golden_stripes() -> None:
     packed = int(bits[::-1], 2).to_bytes(-(-len(bits) // 8), "little")
     stripe = low + packed + bytes([116, 125])
     assert prefix.reference_encode(content, BF16, parameters) == stripe
-    for level in (0, 1):
+    for level in LEVELS:
         with code_path(level):
             assert prefix.encode(scattered(content), 4, BF16, parameters) == stripe
             decoded = prefix.decode(stripe, (3, 4), BF16, parameters)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fxp_reference import LEVELS
 from store_support import open_store
 
 from flashkv import Identity, KVGeometry
@@ -84,7 +85,7 @@ def test_round_trip(tmp_path: Path, case: str, codec: str) -> None:
         assert namespace.put(keys, blocks, position=0).all_ok
         store.flush()
         ratio = store.stats().compression
-    for level in (0, 1):
+    for level in LEVELS:
         lib.fkv_use_simd(level)
         try:
             with open_store(tmp_path / "store", geometry) as store:
