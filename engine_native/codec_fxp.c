@@ -26,6 +26,16 @@
 #include "codec_fxp.h"
 #include "cpu.h"
 
+/* The processor's path of a function that has three. */
+#if defined(__x86_64__)
+#define RUN(name, ...)                                                                             \
+    (fkv_cpu_has.avx512 ? fkv_fxp_##name##_avx512(__VA_ARGS__)                                     \
+     : fkv_cpu_has.avx2 ? fkv_fxp_##name##_avx2(__VA_ARGS__)                                       \
+                        : name##_portable(__VA_ARGS__))
+#else
+#define RUN(name, ...) name##_portable(__VA_ARGS__)
+#endif
+
 #define BASES_MAX (FXP_VALUES_MAX + FXP_GROUP)
 
 static inline uint16_t load16(const uint8_t *at)
@@ -160,13 +170,7 @@ void fkv_fxp_costs(const uint64_t *rows, uint32_t count, uint32_t vector_bytes, 
     }
     if (values > FXP_VALUES_MAX) return;
     bases_of(parameters, values, bases);
-#if defined(__x86_64__)
-    if (fkv_cpu_has.avx2) {
-        fkv_fxp_costs_avx2(rows, count, values, fp16, bases, costs);
-        return;
-    }
-#endif
-    costs_portable(rows, count, values, fp16, bases, costs);
+    RUN(costs, rows, count, values, fp16, bases, costs);
 }
 
 /* Where the three bits of value i of a row are: two in the word at `low`, one in that at `high`. */
@@ -215,6 +219,17 @@ static uint8_t *encode_row_portable(const uint8_t *row, uint32_t values, bool fp
     return escapes;
 }
 
+static uint8_t *encode_portable(const uint64_t *rows, uint32_t count, uint32_t values, bool fp16,
+                                const uint8_t *bases, uint8_t *out)
+{
+    const uint32_t row_bytes = fxp_row_bytes(values, fp16);
+    uint8_t *escapes = out + (uint64_t)count * row_bytes;
+    for (uint32_t r = 0; r < count; r++)
+        escapes = encode_row_portable((const uint8_t *)(uintptr_t)rows[r], values, fp16, bases,
+                                      out + (uint64_t)r * row_bytes, escapes);
+    return escapes;
+}
+
 uint32_t fkv_fxp_encode(const uint64_t *rows, uint32_t count, uint32_t vector_bytes, uint32_t mode,
                         const uint8_t *parameters, uint8_t *out)
 {
@@ -229,16 +244,7 @@ uint32_t fkv_fxp_encode(const uint64_t *rows, uint32_t count, uint32_t vector_by
     }
     if (values > FXP_VALUES_MAX) return 0;
     bases_of(parameters, values, bases);
-#if defined(__x86_64__)
-    if (fkv_cpu_has.avx2)
-        return (uint32_t)(fkv_fxp_encode_avx2(rows, count, values, fp16, bases, out) - out);
-#endif
-    const uint32_t row_bytes = fxp_row_bytes(values, fp16);
-    uint8_t *escapes = out + (uint64_t)count * row_bytes;
-    for (uint32_t r = 0; r < count; r++)
-        escapes = encode_row_portable((const uint8_t *)(uintptr_t)rows[r], values, fp16, bases,
-                                      out + (uint64_t)r * row_bytes, escapes);
-    return (uint32_t)(escapes - out);
+    return (uint32_t)(RUN(encode, rows, count, values, fp16, bases, out) - out);
 }
 
 /* ---- decoding ---- */
@@ -305,11 +311,6 @@ int fkv_fxp_decode(const uint8_t *in, uint32_t length, uint32_t count, uint32_t 
     for (uint64_t i = fixed; fp16 && i < length; i++)
         if (in[i] > 0x1F) return -1;
     bases_of(parameters, values, bases);
-#if defined(__x86_64__)
-    if (fkv_cpu_has.avx2)
-        end = fkv_fxp_decode_avx2(in, length, count, values, fp16, bases, rows);
-    else
-#endif
-        end = decode_portable(in, length, count, values, fp16, bases, rows);
+    end = RUN(decode, in, length, count, values, fp16, bases, rows);
     return end == in + length ? 0 : -1;
 }

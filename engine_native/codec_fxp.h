@@ -2,7 +2,7 @@
  * format.
  *
  * Invariants
- *  - a function and its _avx2 twin give the same bytes and read the same ones: which of them coded
+ *  - a function and its _avx2 and _avx512 twins give the same bytes and read the same ones: which of them coded
  *    a page can't be told from the page;
  *  - decoding reads nothing outside [in, in + length), whatever the page holds;
  *  - no base is below FXP_BASE_MIN: base - exponent as a byte is a code, or 7 and more. */
@@ -55,13 +55,16 @@ uint8_t fkv_fxp_choose_channel(const uint64_t *rows, uint32_t count, uint32_t ch
 /* The twins. bases: of each channel, and up to the next multiple of FXP_GROUP any. */
 void fkv_fxp_choose_avx2(const uint64_t *rows, uint32_t count, uint32_t values, bool fp16,
                          uint8_t *bases);
-void fkv_fxp_costs_avx2(const uint64_t *rows, uint32_t count, uint32_t values, bool fp16,
-                        const uint8_t *bases, uint16_t *costs);
-uint8_t *fkv_fxp_encode_avx2(const uint64_t *rows, uint32_t count, uint32_t values, bool fp16,
-                             const uint8_t *bases, uint8_t *out);
-/* Returns where the escapes that it used end, or NULL where there were too few. */
-const uint8_t *fkv_fxp_decode_avx2(const uint8_t *in, uint32_t length, uint32_t count,
-                                   uint32_t values, bool fp16, const uint8_t *bases,
-                                   const uint64_t *rows);
+/* Decoding returns where the escapes that it used end, or NULL where there were too few. */
+#define FXP_PATH(suffix)                                                                           \
+    void fkv_fxp_costs_##suffix(const uint64_t *rows, uint32_t count, uint32_t values, bool fp16,  \
+                                const uint8_t *bases, uint16_t *costs);                            \
+    uint8_t *fkv_fxp_encode_##suffix(const uint64_t *rows, uint32_t count, uint32_t values,        \
+                                     bool fp16, const uint8_t *bases, uint8_t *out);               \
+    const uint8_t *fkv_fxp_decode_##suffix(const uint8_t *in, uint32_t length, uint32_t count,     \
+                                           uint32_t values, bool fp16, const uint8_t *bases,       \
+                                           const uint64_t *rows);
+FXP_PATH(avx2)
+FXP_PATH(avx512)
 #endif
 #endif

@@ -2,10 +2,7 @@
  *
  * Invariants
  *  - same bases, costs, bytes and verdicts as the portable code;
- *  - 64 values are one step; the last values % 64 go 16 at a time, the last few of them through a
- *    padded copy, so nothing outside a row is touched;
- *  - which groups have escapes is collected first, without a branch, and they are moved in a plain
- *    loop later: a few of them in every row would otherwise cost a mispredicted branch each time.
+ *  - nothing outside a row is touched; codec_fxp_rows.h goes over rows, this file over 64 values.
  *
  * Inside a step the bytes of 32 values lie in `unpack order`: values 0-7 and 16-23 in the lower
  * half, 8-15 and 24-31 in the upper one, which is what packing and unpacking 16-bit values within
@@ -18,29 +15,16 @@
 
 #define STEP 32u
 #define TARGET __attribute__((target("avx2,bmi,popcnt")))
+#define FXP_TARGET TARGET
 #ifdef FKV_COVERAGE /* each branch once, not once in every copy */
-#define INLINE TARGET static inline
+#define FXP_INLINE TARGET static inline
 #else
-#define INLINE TARGET static inline __attribute__((always_inline))
+#define FXP_INLINE TARGET static inline __attribute__((always_inline))
 #endif
-
-/* Makes copies of `body` for the usual head sizes, so that the compiler keeps their bases in
- * registers. */
-#define FOR_VALUES(values, body)                                                                   \
-    switch (values) {                                                                              \
-    case 64:                                                                                       \
-        body(64);                                                                                  \
-        break;                                                                                     \
-    case 128:                                                                                      \
-        body(128);                                                                                 \
-        break;                                                                                     \
-    default:                                                                                       \
-        body(values);                                                                              \
-    }
+#define INLINE FXP_INLINE
 
 INLINE __m256i load(const void *at) { return _mm256_loadu_si256((const __m256i *)at); }
 INLINE void store(void *at, __m256i value) { _mm256_storeu_si256((__m256i *)at, value); }
-INLINE __m128i load_half(const void *at) { return _mm_loadu_si128((const __m128i *)at); }
 
 /* Between the values' order and unpack order: its own inverse. */
 INLINE __m256i reorder(__m256i bytes) { return _mm256_permute4x64_epi64(bytes, 0xD8); }
@@ -59,47 +43,6 @@ INLINE __m256i exponents(__m256i a, __m256i b, bool fp16)
     b = _mm256_add_epi16(b, b);
     return fp16 ? _mm256_packus_epi16(_mm256_srli_epi16(a, 11), _mm256_srli_epi16(b, 11))
                 : _mm256_packus_epi16(_mm256_srli_epi16(a, 8), _mm256_srli_epi16(b, 8));
-}
-
-INLINE __m128i exponents_half(__m128i a, __m128i b, bool fp16)
-{
-    a = _mm_add_epi16(a, a), b = _mm_add_epi16(b, b);
-    return fp16 ? _mm_packus_epi16(_mm_srli_epi16(a, 11), _mm_srli_epi16(b, 11))
-                : _mm_packus_epi16(_mm_srli_epi16(a, 8), _mm_srli_epi16(b, 8));
-}
-
-/* 16 values, of which in_use are there. */
-INLINE void load_part(const uint8_t *row, uint32_t in_use, __m128i *a, __m128i *b)
-{
-    uint8_t copy[2 * FXP_PART] = {0};
-    if (in_use < FXP_PART) {
-        memcpy(copy, row, 2 * in_use);
-        row = copy;
-    }
-    *a = load_half(row), *b = load_half(row + FXP_PART);
-}
-
-INLINE uint32_t part_mask(uint32_t in_use)
-{
-    return in_use < FXP_PART ? (1u << in_use) - 1 : 0xFFFF;
-}
-
-/* ---- groups whose escapes wait to be moved ---- */
-#define WAITING_MAX 64u
-
-typedef struct {
-    uint64_t mask[WAITING_MAX + 1]; /* of values, by what lies at `values` */
-    uint8_t *values[WAITING_MAX + 1];
-    uint32_t count;
-} waiting;
-
-/* Whether the list is full now. `values` NULL: of a row that isn't wanted. */
-INLINE bool wait_for(waiting *list, uint8_t *values, uint64_t mask)
-{
-    list->mask[list->count] = mask;
-    list->values[list->count] = values;
-    list->count += mask != 0;
-    return list->count == WAITING_MAX;
 }
 
 /* ---- choosing bases ---- */
@@ -209,54 +152,27 @@ INLINE __m256i codes_of(__m256i bases, __m256i exponent)
     return _mm256_min_epu8(_mm256_sub_epi8(bases, exponent), _mm256_set1_epi8(FXP_ESCAPE));
 }
 
+INLINE void order_group(const uint8_t *bases, uint8_t *ordered)
+{
+    store(ordered, reorder(load(bases)));
+    store(ordered + STEP, reorder(load(bases + STEP)));
+}
+
 INLINE uint32_t mask_of_7(__m256i codes)
 {
     return (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(codes, _mm256_set1_epi8(FXP_ESCAPE)));
 }
 
-INLINE __m128i part_codes(const uint8_t *row, uint32_t in_use, bool fp16, const uint8_t *bases,
-                          uint32_t *mask)
+/* In unpack order. */
+INLINE uint64_t escapes_of(const uint8_t *row, bool fp16, const uint8_t *bases)
 {
-    __m128i a, b;
-    load_part(row, in_use, &a, &b);
-    const __m128i escape = _mm_set1_epi8(FXP_ESCAPE);
-    __m128i codes =
-        _mm_min_epu8(_mm_sub_epi8(load_half(bases), exponents_half(a, b, fp16)), escape);
-    *mask = (uint32_t)_mm_movemask_epi8(_mm_cmpeq_epi8(codes, escape)) & part_mask(in_use);
-    return codes;
-}
-
-INLINE void costs_of(const uint64_t *rows, uint32_t count, uint32_t values, bool fp16,
-                     const uint8_t *bases, uint16_t *costs)
-{
-    const uint32_t whole = values / STEP * STEP, fixed = fxp_row_bytes(values, fp16);
-    for (uint32_t r = 0; r < count; r++) {
-        const uint8_t *row = (const uint8_t *)(uintptr_t)rows[r];
-        uint32_t cost = fixed, mask;
-        for (uint32_t i = 0; i < whole; i += STEP) {
-            __m256i exponent = exponents(load(row + 2 * i), load(row + 2 * i + STEP), fp16);
-            cost +=
-                (uint32_t)_mm_popcnt_u32(mask_of_7(codes_of(reorder(load(bases + i)), exponent)));
-        }
-        for (uint32_t i = whole; i < values; i += FXP_PART) {
-            part_codes(row + 2 * i, values - i, fp16, bases + i, &mask);
-            cost += (uint32_t)_mm_popcnt_u32(mask);
-        }
-        costs[r] = (uint16_t)cost;
+    uint64_t mask = 0;
+    for (uint32_t h = 0; h < 2; h++) {
+        __m256i a = load(row + 64 * h), b = load(row + 64 * h + STEP);
+        mask |= (uint64_t)mask_of_7(codes_of(load(bases + STEP * h), exponents(a, b, fp16)))
+                << STEP * h;
     }
-}
-
-TARGET void fkv_fxp_costs_avx2(const uint64_t *rows, uint32_t count, uint32_t values, bool fp16,
-                               const uint8_t *bases, uint16_t *costs)
-{
-#define BODY_BF16(n) costs_of(rows, count, n, false, bases, costs)
-#define BODY_FP16(n) costs_of(rows, count, n, true, bases, costs)
-    if (fp16)
-        FOR_VALUES(values, BODY_FP16)
-    else
-        FOR_VALUES(values, BODY_BF16)
-#undef BODY_BF16
-#undef BODY_FP16
+    return mask;
 }
 
 /* Three bits of 64 values, each half in unpack order, to their words. */
@@ -287,7 +203,7 @@ INLINE uint64_t encode_group(const uint8_t *row, bool fp16, const uint8_t *bases
 #pragma GCC unroll 2
     for (uint32_t h = 0; h < 2; h++) {
         __m256i a = load(row + 64 * h), b = load(row + 64 * h + STEP);
-        code[h] = codes_of(reorder(load(bases + STEP * h)), exponents(a, b, fp16));
+        code[h] = codes_of(load(bases + STEP * h), exponents(a, b, fp16));
         mask |= (uint64_t)mask_of_7(code[h]) << STEP * h;
         if (fp16) {
             __m256i top = _mm256_packus_epi16(_mm256_srli_epi16(a, 8), _mm256_srli_epi16(b, 8));
@@ -304,91 +220,6 @@ INLINE uint64_t encode_group(const uint8_t *row, bool fp16, const uint8_t *bases
     put_words(codes, code[0], code[1]);
     if (fp16) put_words(high_out, high[0], high[1]);
     return reorder_mask(mask);
-}
-
-/* Three bits of 16 values to a word. */
-INLINE void put_part(uint8_t *out, __m128i bits)
-{
-    __m128i upper = _mm_slli_epi16(_mm_unpackhi_epi64(bits, bits), 4);
-    _mm_storel_epi64((__m128i *)out, _mm_or_si128(bits, upper));
-}
-
-/* The last in_use (or 16) values of a row; returns the mask of escapes. */
-INLINE uint32_t encode_part(const uint8_t *row, uint32_t in_use, bool fp16, const uint8_t *bases,
-                            uint8_t *low_out, uint8_t *codes, uint8_t *high_out)
-{
-    static const uint8_t valid[2 * FXP_PART] = {0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF,
-                                                0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF};
-    const __m128i low_byte = _mm_set1_epi16(0xFF);
-    const uint32_t there = in_use < FXP_PART ? in_use : FXP_PART;
-    __m128i a, b;
-    uint32_t mask;
-    uint8_t copy[FXP_PART];
-    __m128i code = part_codes(row, in_use, fp16, bases, &mask);
-    load_part(row, in_use, &a, &b);
-    put_part(codes, _mm_and_si128(code, load_half(valid + FXP_PART - there)));
-    if (fp16) {
-        __m128i top = _mm_packus_epi16(_mm_srli_epi16(a, 8), _mm_srli_epi16(b, 8));
-        put_part(high_out, _mm_or_si128(_mm_and_si128(top, _mm_set1_epi8(3)),
-                                        _mm_and_si128(_mm_srli_epi16(top, 5), _mm_set1_epi8(4))));
-    } else {
-        a = _mm_or_si128(_mm_add_epi16(a, a), _mm_srli_epi16(a, 15));
-        b = _mm_or_si128(_mm_add_epi16(b, b), _mm_srli_epi16(b, 15));
-    }
-    _mm_storeu_si128((__m128i *)copy,
-                     _mm_packus_epi16(_mm_and_si128(a, low_byte), _mm_and_si128(b, low_byte)));
-    memcpy(low_out, copy, there);
-    return mask;
-}
-
-/* Writes the escapes that wait; returns where the next one goes. */
-INLINE uint8_t *put_escapes(waiting *list, bool fp16, uint8_t *escapes)
-{
-    for (uint32_t k = 0; k < list->count; k++)
-        for (uint64_t mask = list->mask[k]; mask; mask = _blsr_u64(mask)) {
-            uint16_t value;
-            memcpy(&value, list->values[k] + 2 * _tzcnt_u64(mask), 2);
-            *escapes++ = (uint8_t)(fp16 ? value >> 10 & 0x1F : value >> 7);
-        }
-    list->count = 0;
-    return escapes;
-}
-
-INLINE uint8_t *encode(const uint64_t *rows, uint32_t count, uint32_t values, bool fp16,
-                       const uint8_t *bases, uint8_t *out)
-{
-    const uint32_t row_bytes = fxp_row_bytes(values, fp16), code_bytes = fxp_codes_bytes(values);
-    uint8_t *escapes = out + (uint64_t)count * row_bytes;
-    waiting list;
-    list.count = 0;
-    for (uint32_t r = 0; r < count; r++, out += row_bytes) {
-        uint8_t *row = (uint8_t *)(uintptr_t)rows[r], *codes = out + values;
-        uint32_t i = 0;
-        for (; i + FXP_GROUP <= values; i += FXP_GROUP, codes += FXP_GROUP_BYTES) {
-            uint64_t mask =
-                encode_group(row + 2 * i, fp16, bases + i, out + i, codes, codes + code_bytes);
-            if (wait_for(&list, row + 2 * i, mask)) escapes = put_escapes(&list, fp16, escapes);
-        }
-        for (; i < values; i += FXP_PART, codes += FXP_PART_BYTES) {
-            uint64_t mask = encode_part(row + 2 * i, values - i, fp16, bases + i, out + i, codes,
-                                        codes + code_bytes);
-            if (wait_for(&list, row + 2 * i, mask)) escapes = put_escapes(&list, fp16, escapes);
-        }
-    }
-    return put_escapes(&list, fp16, escapes);
-}
-
-TARGET uint8_t *fkv_fxp_encode_avx2(const uint64_t *rows, uint32_t count, uint32_t values,
-                                    bool fp16, const uint8_t *bases, uint8_t *out)
-{
-#define BODY_BF16(n) return encode(rows, count, n, false, bases, out)
-#define BODY_FP16(n) return encode(rows, count, n, true, bases, out)
-    if (fp16)
-        FOR_VALUES(values, BODY_FP16)
-    else
-        FOR_VALUES(values, BODY_BF16)
-#undef BODY_BF16
-#undef BODY_FP16
 }
 
 /* ---- decoding ---- */
@@ -442,7 +273,7 @@ INLINE uint64_t decode_group(const uint8_t *low_in, const uint8_t *codes, const 
 #pragma GCC unroll 2
     for (uint32_t h = 0; h < 2; h++) {
         __m256i low = reorder(load(low_in + STEP * h));
-        __m256i top = _mm256_sub_epi8(reorder(load(bases + STEP * h)), code[h]);
+        __m256i top = _mm256_sub_epi8(load(bases + STEP * h), code[h]);
         if (fp16) top = high_bytes(top, high[h]);
         __m256i a = _mm256_unpacklo_epi8(low, top), b = _mm256_unpackhi_epi8(low, top);
         store(row + 64 * h, fp16 ? a : turn(a));
@@ -451,104 +282,6 @@ INLINE uint64_t decode_group(const uint8_t *low_in, const uint8_t *codes, const 
     return reorder_mask(mask);
 }
 
-INLINE __m128i get_part(const uint8_t *in)
-{
-    __m128i word = _mm_loadl_epi64((const __m128i *)in);
-    return _mm_and_si128(_mm_unpacklo_epi64(word, _mm_srli_epi16(word, 4)), _mm_set1_epi8(7));
-}
-
-/* The last in_use (or 16) values of a row. */
-INLINE uint32_t decode_part(const uint8_t *low_in, uint32_t in_use, const uint8_t *codes,
-                            const uint8_t *high_in, bool fp16, const uint8_t *bases, uint8_t *row)
-{
-    const uint32_t there = in_use < FXP_PART ? in_use : FXP_PART;
-    const __m128i code = get_part(codes);
-    uint32_t mask = (uint32_t)_mm_movemask_epi8(_mm_cmpeq_epi8(code, _mm_set1_epi8(FXP_ESCAPE)));
-    if (row) {
-        uint8_t copy[2 * FXP_PART] = {0};
-        memcpy(copy, low_in, there);
-        __m128i low = load_half(copy), top = _mm_sub_epi8(load_half(bases), code), a, b;
-        if (fp16) {
-            const __m128i bits = get_part(high_in);
-            top = _mm_slli_epi16(_mm_and_si128(top, _mm_set1_epi8(0x1F)), 2);
-            top = _mm_or_si128(top, _mm_and_si128(bits, _mm_set1_epi8(3)));
-            top = _mm_or_si128(top, _mm_slli_epi16(_mm_and_si128(bits, _mm_set1_epi8(4)), 5));
-        }
-        a = _mm_unpacklo_epi8(low, top), b = _mm_unpackhi_epi8(low, top);
-        if (!fp16) {
-            a = _mm_or_si128(_mm_srli_epi16(a, 1), _mm_slli_epi16(a, 15));
-            b = _mm_or_si128(_mm_srli_epi16(b, 1), _mm_slli_epi16(b, 15));
-        }
-        _mm_storeu_si128((__m128i *)copy, a);
-        _mm_storeu_si128((__m128i *)(copy + FXP_PART), b);
-        memcpy(row, copy, 2 * there);
-    }
-    return mask & part_mask(in_use);
-}
-
-/* Sets the exponents that wait; returns where their escapes end, or NULL where there are too few. */
-INLINE const uint8_t *patch(waiting *list, bool fp16, const uint8_t *escapes, const uint8_t *end)
-{
-    for (uint32_t k = 0; k < list->count; k++) {
-        uint64_t mask = list->mask[k], needed = (uint64_t)_mm_popcnt_u64(mask);
-        if ((uint64_t)(end - escapes) < needed) return NULL;
-        if (!list->values[k]) {
-            escapes += needed;
-            continue;
-        }
-        for (; mask; mask = _blsr_u64(mask)) {
-            uint8_t *at = list->values[k] + 2 * _tzcnt_u64(mask);
-            uint32_t exponent = *escapes++;
-            uint16_t value;
-            memcpy(&value, at, 2);
-            value = (uint16_t)(fp16 ? (value & 0x83FFu) | (exponent & 0x1F) << 10
-                                    : (value & 0x807Fu) | exponent << 7);
-            memcpy(at, &value, 2);
-        }
-    }
-    list->count = 0;
-    return escapes;
-}
-
-INLINE const uint8_t *decode(const uint8_t *in, uint32_t length, uint32_t count, uint32_t values,
-                             bool fp16, const uint8_t *bases, const uint64_t *rows)
-{
-    const uint32_t row_bytes = fxp_row_bytes(values, fp16), code_bytes = fxp_codes_bytes(values);
-    const uint8_t *escapes = in + (uint64_t)count * row_bytes, *end = in + length;
-    waiting list;
-    list.count = 0;
-    for (uint32_t r = 0; r < count; r++, in += row_bytes) {
-        uint8_t *row = (uint8_t *)(uintptr_t)rows[r];
-        const uint8_t *codes = in + values;
-        uint32_t i = 0;
-        for (; i + FXP_GROUP <= values; i += FXP_GROUP, codes += FXP_GROUP_BYTES) {
-            uint8_t *to = row ? row + 2 * i : NULL;
-            uint64_t mask = decode_group(in + i, codes, codes + code_bytes, fp16, bases + i, to);
-            if (wait_for(&list, to, mask) && !(escapes = patch(&list, fp16, escapes, end)))
-                return NULL;
-        }
-        for (; i < values; i += FXP_PART, codes += FXP_PART_BYTES) {
-            uint8_t *to = row ? row + 2 * i : NULL;
-            uint64_t mask =
-                decode_part(in + i, values - i, codes, codes + code_bytes, fp16, bases + i, to);
-            if (wait_for(&list, to, mask) && !(escapes = patch(&list, fp16, escapes, end)))
-                return NULL;
-        }
-    }
-    return patch(&list, fp16, escapes, end);
-}
-
-TARGET const uint8_t *fkv_fxp_decode_avx2(const uint8_t *in, uint32_t length, uint32_t count,
-                                          uint32_t values, bool fp16, const uint8_t *bases,
-                                          const uint64_t *rows)
-{
-#define BODY_BF16(n) return decode(in, length, count, n, false, bases, rows)
-#define BODY_FP16(n) return decode(in, length, count, n, true, bases, rows)
-    if (fp16)
-        FOR_VALUES(values, BODY_FP16)
-    else
-        FOR_VALUES(values, BODY_BF16)
-#undef BODY_BF16
-#undef BODY_FP16
-}
+#include "codec_fxp_rows.h"
+FXP_DEFINE(avx2)
 #endif
