@@ -29,9 +29,9 @@
 /* The processor's path of a function that has three. */
 #if defined(__x86_64__)
 #define RUN(name, ...)                                                                             \
-    (fkv_cpu_has.avx512 ? fkv_fxp_##name##_avx512(__VA_ARGS__)                                     \
-     : fkv_cpu_has.avx2 ? fkv_fxp_##name##_avx2(__VA_ARGS__)                                       \
-                        : name##_portable(__VA_ARGS__))
+    (fkv_cpu_has.avx512_wide ? fkv_fxp_##name##_avx512(__VA_ARGS__)                                \
+     : fkv_cpu_has.avx2      ? fkv_fxp_##name##_avx2(__VA_ARGS__)                                  \
+                             : name##_portable(__VA_ARGS__))
 #else
 #define RUN(name, ...) name##_portable(__VA_ARGS__)
 #endif

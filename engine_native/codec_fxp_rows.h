@@ -12,7 +12,7 @@
  *  - same costs, bytes and verdicts as the portable code;
  *  - the last values % 64 go 16 at a time, the last few of them through a padded copy, so nothing
  *    outside a row is touched;
- *  - which groups have escapes is collected first, without a branch, and they are moved in a plain
+ *  - which values have escapes is collected first, without a branch, and they are moved in a plain
  *    loop later: a few of them in every row would otherwise cost a mispredicted branch each time. */
 #ifndef FLASHKV_CODEC_FXP_ROWS_H
 #define FLASHKV_CODEC_FXP_ROWS_H
@@ -63,22 +63,27 @@ FXP_INLINE __m128i part_codes(const uint8_t *row, uint32_t in_use, bool fp16, co
     return codes;
 }
 
-/* ---- groups whose escapes wait to be moved ---- */
+/* ---- values whose escapes wait to be moved ---- */
 #define WAITING_MAX 64u
+#define AT_ONCE 4u
 
 typedef struct {
-    uint64_t mask[WAITING_MAX + 1]; /* of values, by what lies at `values` */
-    uint8_t *values[WAITING_MAX + 1];
+    uintptr_t at[WAITING_MAX + FXP_GROUP + AT_ONCE];
     uint32_t count;
 } waiting;
 
-/* Whether the list is full now. `values` NULL: of a row that isn't wanted. */
-FXP_INLINE bool wait_for(waiting *list, uint8_t *values, uint64_t mask)
+/* Whether the list is long enough now. mask: which of the values that begin at `values`. */
+FXP_INLINE bool wait_for(waiting *list, const uint8_t *values, uint64_t mask)
 {
-    list->mask[list->count] = mask;
-    list->values[list->count] = values;
-    list->count += mask != 0;
-    return list->count == WAITING_MAX;
+    uintptr_t *to = list->at + list->count;
+    const uintptr_t from = (uintptr_t)values;
+    list->count += (uint32_t)_mm_popcnt_u64(mask);
+    /* The first few without asking how many there are. */
+#pragma GCC unroll 4
+    for (uint32_t k = 0; k < AT_ONCE; k++, mask = _blsr_u64(mask))
+        to[k] = from + 2 * _tzcnt_u64(mask);
+    for (to += AT_ONCE; mask; mask = _blsr_u64(mask)) *to++ = from + 2 * _tzcnt_u64(mask);
+    return list->count >= WAITING_MAX;
 }
 
 /* ---- encoding ---- */
@@ -140,12 +145,11 @@ FXP_INLINE uint32_t encode_part(const uint8_t *row, uint32_t in_use, bool fp16,
 /* Writes the escapes that wait; returns where the next one goes. */
 FXP_INLINE uint8_t *put_escapes(waiting *list, bool fp16, uint8_t *escapes)
 {
-    for (uint32_t k = 0; k < list->count; k++)
-        for (uint64_t mask = list->mask[k]; mask; mask = _blsr_u64(mask)) {
-            uint16_t value;
-            memcpy(&value, list->values[k] + 2 * _tzcnt_u64(mask), 2);
-            *escapes++ = (uint8_t)(fp16 ? value >> 10 & 0x1F : value >> 7);
-        }
+    for (uint32_t k = 0; k < list->count; k++) {
+        uint16_t value;
+        memcpy(&value, (const uint8_t *)list->at[k], 2);
+        *escapes++ = (uint8_t)(fp16 ? value >> 10 & 0x1F : value >> 7);
+    }
     list->count = 0;
     return escapes;
 }
@@ -217,22 +221,15 @@ FXP_INLINE uint32_t decode_part(const uint8_t *low_in, uint32_t in_use, const ui
 FXP_INLINE const uint8_t *patch(waiting *list, bool fp16, const uint8_t *escapes,
                                 const uint8_t *end)
 {
+    if ((uint64_t)(end - escapes) < list->count) return NULL;
     for (uint32_t k = 0; k < list->count; k++) {
-        uint64_t mask = list->mask[k], needed = (uint64_t)_mm_popcnt_u64(mask);
-        if ((uint64_t)(end - escapes) < needed) return NULL;
-        if (!list->values[k]) {
-            escapes += needed;
-            continue;
-        }
-        for (; mask; mask = _blsr_u64(mask)) {
-            uint8_t *at = list->values[k] + 2 * _tzcnt_u64(mask);
-            uint32_t exponent = *escapes++;
-            uint16_t value;
-            memcpy(&value, at, 2);
-            value = (uint16_t)(fp16 ? (value & 0x83FFu) | (exponent & 0x1F) << 10
-                                    : (value & 0x807Fu) | exponent << 7);
-            memcpy(at, &value, 2);
-        }
+        uint8_t *at = (uint8_t *)list->at[k];
+        uint32_t exponent = *escapes++;
+        uint16_t value;
+        memcpy(&value, at, 2);
+        value = (uint16_t)(fp16 ? (value & 0x83FFu) | (exponent & 0x1F) << 10
+                                : (value & 0x807Fu) | exponent << 7);
+        memcpy(at, &value, 2);
     }
     list->count = 0;
     return escapes;
@@ -245,6 +242,7 @@ FXP_INLINE const uint8_t *decode(const uint8_t *in, uint32_t length, uint32_t co
     const uint32_t row_bytes = fxp_row_bytes(values, fp16), code_bytes = fxp_codes_bytes(values);
     const uint8_t *escapes = in + (uint64_t)count * row_bytes, *end = in + length;
     uint8_t ordered[FXP_VALUES_MAX];
+    uint8_t unwanted[2 * FXP_GROUP] = {0}; /* escapes of rows that aren't go here */
     waiting list;
     list.count = 0;
     order_bases(bases, values, ordered);
@@ -255,14 +253,16 @@ FXP_INLINE const uint8_t *decode(const uint8_t *in, uint32_t length, uint32_t co
         for (; i + FXP_GROUP <= values; i += FXP_GROUP, codes += FXP_GROUP_BYTES) {
             uint8_t *to = row ? row + 2 * i : NULL;
             uint64_t mask = decode_group(in + i, codes, codes + code_bytes, fp16, ordered + i, to);
-            if (wait_for(&list, to, mask) && !(escapes = patch(&list, fp16, escapes, end)))
+            if (wait_for(&list, to ? to : unwanted, mask)
+                && !(escapes = patch(&list, fp16, escapes, end)))
                 return NULL;
         }
         for (; i < values; i += FXP_PART, codes += FXP_PART_BYTES) {
             uint8_t *to = row ? row + 2 * i : NULL;
             uint64_t mask =
                 decode_part(in + i, values - i, codes, codes + code_bytes, fp16, bases + i, to);
-            if (wait_for(&list, to, mask) && !(escapes = patch(&list, fp16, escapes, end)))
+            if (wait_for(&list, to ? to : unwanted, mask)
+                && !(escapes = patch(&list, fp16, escapes, end)))
                 return NULL;
         }
     }

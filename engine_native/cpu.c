@@ -35,6 +35,8 @@ static fkv_cpu detect(void)
     found.avx512 = found.avx2 && __builtin_cpu_supports("avx512f")
                    && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq")
                    && __builtin_cpu_supports("avx512vl");
+    /* Those before it clock lower for a while after wide registers were in use. */
+    found.avx512_wide = found.avx512 && __builtin_cpu_supports("avx512vbmi2");
     if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) {
         found.sha_ni = (ebx >> 29 & 1) && found.sse42;
         found.vpclmul = (ecx >> 10 & 1) && found.avx2 && found.sse42;
@@ -48,6 +50,7 @@ void fkv_use_simd(int level)
     static const fkv_cpu none = {0};
     fkv_cpu_has = level == 0 ? none : detect();
     if (level == 2) fkv_cpu_has.vpclmul = fkv_cpu_has.avx512 = false;
+    if (level != 1) fkv_cpu_has.avx512_wide = level == 3 && fkv_cpu_has.avx512;
     snprintf(code_paths, sizeof code_paths, "crc32c=%s sha256=%s codec=%s",
              fkv_cpu_has.vpclmul ? "vpclmul"
              : fkv_cpu_has.sse42 ? "sse4.2"

@@ -12,7 +12,9 @@
 #endif
 
 typedef struct {
-    bool sse42, avx2, avx512, sha_ni, vpclmul; /* avx512: F, BW, DQ and VL; implies avx2 */
+    bool sse42, avx2, sha_ni, vpclmul;
+    bool avx512;      /* F, BW, DQ and VL; implies avx2 */
+    bool avx512_wide; /* and it pays where there is little else to do */
 } fkv_cpu;
 extern fkv_cpu fkv_cpu_has;
 

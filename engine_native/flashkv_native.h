@@ -91,7 +91,7 @@ void fkv_bloom_test(const uint8_t *filter, uint64_t length, const uint8_t *diges
  */
 const char *fkv_code_paths(void);
 /* level 0: portable code everywhere (tests); 1: the best that the processor has; 2: that of one without
- * AVX-512 and without carry-less multiplication of vectors (tests). */
+ * AVX-512 and without carry-less multiplication of vectors; 3: AVX-512 for all that has it (tests). */
 void fkv_use_simd(int level);
 
 /* ---- index: digest of a block key -> record, block ---- */
