@@ -44,6 +44,7 @@
 #include "allocate.h"
 #include "cpu.h"
 #include <math.h>
+#include <stddef.h>
 #define CORE_TARGET
 #include "codec_bounded_core.h"
 
@@ -143,7 +144,8 @@ bool fkv_bounded_plan_make(bounded_plan *plan, const uint8_t *parameters, uint32
                            uint32_t mode)
 {
     if (!fkv_mode_bounded(mode)) return false;
-    memset(plan, 0, sizeof *plan);
+    memset(plan, 0,
+           offsetof(bounded_plan, middle)); /* what follows is long, and most of it unused */
     plan->by_token = fkv_mode_by_token(mode), plan->dtype = fkv_mode_dtype(mode);
     plan->element = fkv_bounded_element(mode);
     plan->values = vector_bytes / plan->element;
@@ -157,8 +159,13 @@ bool fkv_bounded_plan_make(bounded_plan *plan, const uint8_t *parameters, uint32
     for (int32_t l = 0; plan->by_token && l <= LEVEL_MAX; l++)
         plan->levels[l] = fkv_bounded_step(plan->base + (l << plan->unit));
     plan->groups = (plan->values + BOUNDED_GROUP - 1) / BOUNDED_GROUP;
-    for (uint32_t c = 0; c < plan->values + BOUNDED_GROUP; c++)
-        plan->divisor[c] = 1.0f, plan->top[c] = 1;
+    const uint32_t padded = plan->values + BOUNDED_GROUP;
+    memset(plan->middle, 0, padded * sizeof *plan->middle);
+    memset(plan->step, 0, padded * sizeof *plan->step);
+    memset(plan->carry, 0, padded * sizeof *plan->carry);
+    for (uint32_t c = 0; c < padded; c++) plan->divisor[c] = 1.0f;
+    memset(plan->shift, 0, padded), memset(plan->first, 0, padded);
+    memset(plan->second, 0, padded), memset(plan->top, 1, padded);
     const uint32_t size = plan->by_token ? 2 : 3;
     parameters += BOUNDED_HEAD;
     for (uint32_t c = 0; c < plan->values; c++, parameters += size)

@@ -59,11 +59,12 @@ typedef struct {
     uint8_t low_planes[BOUNDED_GROUPS_MAX];
     uint8_t low_count[BOUNDED_GROUPS_MAX][BOUNDED_LOW_MAX];
     uint8_t coded_count[BOUNDED_GROUPS_MAX], wide_count[BOUNDED_GROUPS_MAX];
-    float middle[BOUNDED_VALUES_MAX + BOUNDED_GROUP];
+    float levels[1u << BOUNDED_LEVEL_BITS]; /* steps of tokens */
+    float middle[BOUNDED_VALUES_MAX
+                 + BOUNDED_GROUP]; /* from here on by channel, filled as far as used */
     float step[BOUNDED_VALUES_MAX + BOUNDED_GROUP];    /* by channel; zero: no bits */
     float divisor[BOUNDED_VALUES_MAX + BOUNDED_GROUP]; /* the same, one where there are no bits */
     float carry[BOUNDED_VALUES_MAX + BOUNDED_GROUP];   /* share of the last deviation that stays */
-    float levels[1u << BOUNDED_LEVEL_BITS];            /* steps of tokens */
     uint8_t shift[BOUNDED_VALUES_MAX + BOUNDED_GROUP]; /* low bits */
     uint8_t first[BOUNDED_VALUES_MAX + BOUNDED_GROUP]; /* 1 << shift: what a first digit is worth */
     uint8_t second[BOUNDED_VALUES_MAX + BOUNDED_GROUP]; /* its second bit: 2 << shift, or 0 */

@@ -392,53 +392,77 @@ CORE void emit(const bounded_plan *plan, bounded_scratch *s, uint32_t *plane_byt
 }
 
 /* ---- decoding ---- */
-typedef struct {
-    uint64_t low[BOUNDED_LOW_MAX], first, second, sign;
-} bounded_words;
-
+/* A batch of groups, in the order of rows: arrays by word, as in the prefix code. Each group of the vector
+ * comes again after plan->groups, and loops go over one such group's rows. */
 typedef struct {
     bounded_rounds rounds;
-    bounded_words words[BOUNDED_BATCH];
-    uint32_t group[BOUNDED_BATCH];
-    uint8_t *row[BOUNDED_BATCH];
-    float step[BOUNDED_BATCH];
+    uint32_t begin; /* groups of the stripe before it */
+    uint64_t low[BOUNDED_LOW_MAX][BOUNDED_BATCH];
+    uint64_t first[BOUNDED_BATCH], second[BOUNDED_BATCH], sign[BOUNDED_BATCH];
+    uint64_t further[3][BOUNDED_BATCH]; /* bits of how many further digits each value has */
+    float step[BOUNDED_BATCH];          /* of each group's token, where tokens have their own */
 } bounded_batch;
 
-CORE uint64_t get_planes_of(const bounded_plan *plan, bounded_batch *b, uint32_t i,
-                            const uint8_t *bits, uint64_t at)
+/* The first place in a batch that has this group of the vector. */
+CORE uint32_t first_place_of(const bounded_plan *plan, uint32_t begin, uint32_t group)
 {
-    const uint32_t g = b->group[i];
-    const uint64_t coded = plan->coded[g], wide = plan->wide[g];
-    bounded_words *w = &b->words[i];
-    for (uint32_t k = 0; k < plan->low_planes[g]; k++) {
-        w->low[k] = SPREAD_BITS(take_bits(bits, at), plan->low[g][k]);
-        at += plan->low_count[g][k];
-    }
-    w->first = SPREAD_BITS(take_bits(bits, at), coded);
-    at += plan->coded_count[g];
-    w->second = wide ? SPREAD_BITS(take_bits(bits, at), wide) : 0;
-    at += plan->wide_count[g];
-    w->sign = SPREAD_BITS(take_bits(bits, at), coded);
-    b->rounds.go[0][i] = w->first & (w->second | ~wide) & coded;
-    return at + plan->coded_count[g];
+    const uint32_t g = begin % plan->groups;
+    return group >= g ? group - g : group + plan->groups - g;
 }
 
-/* The further digits of a batch; returns where they end: behind `room` (bits) if they are too many. */
+/* The planes of a batch. A row's begin at a multiple of the bits that all rows have. */
+CORE void get_planes_of(const bounded_plan *plan, bounded_batch *b, bool by_token,
+                        const uint8_t *bits)
+{
+    uint32_t before = by_token ? BOUNDED_LEVEL_BITS : 0; /* bits of the groups before */
+    for (uint32_t g = 0; g < plan->groups; g++) {
+        const uint64_t coded = plan->coded[g], wide = plan->wide[g];
+        const uint32_t coded_count = plan->coded_count[g], wide_count = plan->wide_count[g];
+        const uint32_t planes = plan->low_planes[g], step = plan->groups, row_bits = plan->row_bits;
+        uint32_t i = first_place_of(plan, b->begin, g);
+        uint64_t row_at = (uint64_t)((b->begin + i) / plan->groups) * row_bits;
+        for (; i < b->rounds.count; i += step, row_at += row_bits) {
+            uint64_t at = row_at + before;
+            for (uint32_t k = 0; k < planes; k++) {
+                const uint32_t n = plan->low_count[g][k];
+                b->low[k][i] = SPREAD_BITS(take_count(bits, at, n), plan->low[g][k]);
+                at += n;
+            }
+            const uint64_t first = SPREAD_BITS(take_count(bits, at, coded_count), coded);
+            at += coded_count;
+            const uint64_t second = SPREAD_BITS(take_count(bits, at, wide_count), wide);
+            at += wide_count;
+            b->first[i] = first, b->second[i] = second;
+            b->sign[i] = SPREAD_BITS(take_count(bits, at, coded_count), coded);
+            b->rounds.go[0][i] = first & (second | ~wide) & coded;
+            if (by_token)
+                b->step[i] = plan->levels[take_bits(bits, row_at) & ((1u << BOUNDED_LEVEL_BITS) - 1)];
+        }
+        for (uint32_t k = 0; k < planes; k++) before += plan->low_count[g][k];
+        before += 2 * coded_count + wide_count;
+    }
+}
+
+/* The further digits of a batch; returns where they end: behind `room` (bits) if they are too many. Most
+ * groups have none from the third on, so each round has a list of those that go on. */
 CORE uint64_t get_rounds(bounded_rounds *b, const uint8_t *bits, uint64_t at, uint64_t room)
 {
-    for (uint32_t k = 1; k <= BOUNDED_ROUNDS; k++) {
-        uint64_t any = 0;
-        for (uint32_t i = 0; i < b->count; i++) {
+    uint32_t list[BOUNDED_BATCH], listed = b->count;
+    for (uint32_t i = 0; i < listed; i++) list[i] = i;
+    memset(b->go[1], 0, BOUNDED_ROUNDS * sizeof b->go[1]);
+    for (uint32_t k = 1; k <= BOUNDED_ROUNDS && listed; k++) {
+        uint32_t kept = 0;
+        for (uint32_t j = 0; j < listed; j++) {
+            const uint32_t i = list[j];
             const uint64_t before = b->go[k - 1][i];
-            b->go[k][i] = before ? SPREAD_BITS(take_bits(bits, at), before) : 0;
-            at += COUNT_BITS(before);
-            any |= b->go[k][i];
+            const uint32_t n = COUNT_BITS(before);
+            const uint64_t digit = SPREAD_BITS(take_count(bits, at, n), before);
+            b->go[k][i] = digit;
+            list[kept] = i, kept += digit != 0;
+            at += n;
         }
         if (at > room) return at;
-        if (!any) {
-            for (k++; k <= BOUNDED_ROUNDS; k++) memset(b->go[k], 0, b->count * sizeof b->go[k][0]);
-            return at;
-        }
+        listed = kept;
     }
     return at;
 }
@@ -450,67 +474,87 @@ CORE uint64_t get_rounds(bounded_rounds *b, const uint8_t *bits, uint64_t at, ui
 static const uint8_t bounded_worth[BOUNDED_LOW_MAX + 1][BOUNDED_GROUP] = {
     ALIKE(1), ALIKE(2), ALIKE(4), ALIKE(8), ALIKE(16), ALIKE(32), ALIKE(128)};
 
-/* A group's values: words to magnitudes to numbers; `state` goes on. */
-CORE void place_group(const bounded_plan *plan, const bounded_batch *b, uint32_t i, bool by_token,
-                      uint32_t dtype, float *state)
+/* Group i's values: words to magnitudes to numbers; `state` goes on. */
+CORE void place_group(const bounded_plan *plan, const bounded_batch *b, uint32_t i, uint32_t g,
+                      bool by_token, uint32_t dtype, float *restrict state, uint8_t *row)
 {
-    const uint32_t g = b->group[i], at = g * BOUNDED_GROUP;
-    const bounded_words *w = &b->words[i];
-    const uint64_t(*go)[BOUNDED_BATCH] = b->rounds.go;
-    const uint64_t u0 = go[1][i] ^ go[2][i] ^ go[3][i] ^ go[4][i] ^ go[5][i] ^ go[6][i] ^ go[7][i],
-                   u1 = go[2][i] ^ go[4][i] ^ go[6][i], u2 = go[4][i];
+    const uint32_t at = g * BOUNDED_GROUP;
     uint8_t fixed[BOUNDED_GROUP] = {0}, more[BOUNDED_GROUP] = {0}, sign[BOUNDED_GROUP] = {0};
     float values[BOUNDED_GROUP];
-    for (uint32_t k = 0; k < plan->low_planes[g]; k++) weigh(w->low[k], bounded_worth[k], fixed);
-    weigh(w->first, plan->first + at, fixed);
-    if (plan->wide[g]) weigh(w->second, plan->second + at, fixed);
-    weigh(w->sign, bounded_worth[BOUNDED_LOW_MAX], sign);
-    weigh(u0, bounded_worth[0], more);
-    if (u1) weigh(u1, bounded_worth[1], more);
-    if (u2) weigh(u2, bounded_worth[2], more);
-    const uint8_t *worth = plan->first + at;
-    const float *middle = plan->middle + at, *carry = plan->carry + at, *steps = plan->step + at;
+    for (uint32_t k = 0; k < plan->low_planes[g]; k++) weigh(b->low[k][i], bounded_worth[k], fixed);
+    weigh(b->first[i], plan->first + at, fixed);
+    weigh(b->second[i], plan->second + at, fixed);
+    weigh(b->sign[i], bounded_worth[BOUNDED_LOW_MAX], sign);
+    for (uint32_t k = 0; k < 3; k++) weigh(b->further[k][i], bounded_worth[k], more);
+    const uint8_t *restrict worth = plan->first + at;
+    const float *restrict middle = plan->middle + at, *restrict carry = plan->carry + at,
+                          *restrict steps = plan->step + at;
     const float step = b->step[i];
     for (uint32_t c = 0; c < BOUNDED_GROUP; c++) {
         int32_t magnitude = fixed[c] + (int32_t)more[c] * worth[c];
         float size = (float)magnitude + 0.5f;
         float back = size * (by_token ? steps[c] * step : steps[c]);
         back = float_of_bits(bits_of_float(back) ^ (uint32_t)sign[c] << 24);
-        float next = by_token ? back : carry[c] * state[at + c] + back;
-        if (!by_token) state[at + c] = next;
+        float next = by_token ? back : carry[c] * state[c] + back;
+        if (!by_token) state[c] = next;
         values[c] = middle[c] + next;
     }
-    if (!b->row[i]) return;
+    if (!row) return;
     const uint32_t in_use = plan->values - at < BOUNDED_GROUP ? plan->values - at : BOUNDED_GROUP;
-    store_values(values, dtype, in_use, b->row[i] + (size_t)at * plan->element);
+    store_values(values, dtype, in_use, row + (size_t)at * plan->element);
 }
 
-/* Puts a group's escapes in their places; they are read downwards from *end, not below `begin`. */
-CORE bool patch_group(const bounded_plan *plan, const bounded_batch *b, uint32_t i,
-                      const uint8_t *begin, const uint8_t **end, float *state)
+/* Puts escapes of a group in their places; they are read downwards from `end`. */
+CORE void patch_group(const bounded_plan *plan, uint64_t escapes, uint32_t g, const uint8_t *end,
+                      float *state, uint8_t *row)
 {
-    for (uint64_t left = b->rounds.go[BOUNDED_ROUNDS][i]; left; left &= left - 1) {
-        const uint32_t c = b->group[i] * BOUNDED_GROUP + (uint32_t)__builtin_ctzll(left);
+    for (; escapes; escapes &= escapes - 1) {
+        const uint32_t k = (uint32_t)__builtin_ctzll(escapes), c = g * BOUNDED_GROUP + k;
         float value;
-        if (*end - begin < (ptrdiff_t)plan->element) return false;
-        *end -= plan->element;
-        load_values(*end, plan->dtype, 1, &value);
+        end -= plan->element;
+        load_values(end, plan->dtype, 1, &value);
         float from = value - plan->middle[c];
-        state[c] = is_finite(from) ? from : 0.0f;
-        if (b->row[i]) memcpy(b->row[i] + (size_t)c * plan->element, *end, plan->element);
+        state[k] = is_finite(from) ? from : 0.0f;
+        if (row) memcpy(row + (size_t)c * plan->element, end, plan->element);
     }
-    return true;
 }
 
-CORE bool place_batch_of(const bounded_plan *plan, bounded_batch *b, bool by_token, uint32_t dtype,
-                         const uint8_t *begin, const uint8_t **end, float *state)
+/* How many further digits, in bits. */
+CORE void count_rounds(bounded_batch *b)
 {
+    const uint64_t(*go)[BOUNDED_BATCH] = b->rounds.go;
     for (uint32_t i = 0; i < b->rounds.count; i++) {
-        if (b->row[i] || !by_token) place_group(plan, b, i, by_token, dtype, state);
-        if (b->rounds.go[BOUNDED_ROUNDS][i] && !patch_group(plan, b, i, begin, end, state))
-            return false;
+        b->further[0][i] =
+            go[1][i] ^ go[2][i] ^ go[3][i] ^ go[4][i] ^ go[5][i] ^ go[6][i] ^ go[7][i];
+        b->further[1][i] = go[2][i] ^ go[4][i] ^ go[6][i];
+        b->further[2][i] = go[4][i];
     }
-    b->rounds.count = 0;
+}
+
+/* Values and escapes of a batch; false where escapes ran out, which are read downwards from *end, not
+ * below `begin`. */
+CORE bool place_batch_of(const bounded_plan *plan, bounded_batch *b, bool by_token, uint32_t dtype,
+                         const uint8_t *begin, const uint8_t **end, float *state,
+                         const uint64_t *rows)
+{
+    const uint64_t *escapes = b->rounds.go[BOUNDED_ROUNDS];
+    uint32_t before[BOUNDED_BATCH], total = 0; /* escapes of the groups before, in bytes */
+    for (uint32_t i = 0; i < b->rounds.count; i++) {
+        before[i] = total;
+        total += COUNT_BITS(escapes[i]) * plan->element;
+    }
+    if ((uint64_t)(*end - begin) < total) return false;
+    count_rounds(b);
+    for (uint32_t g = 0; g < plan->groups; g++) {
+        uint32_t i = first_place_of(plan, b->begin, g), r = (b->begin + i) / plan->groups;
+        float *own = state + g * BOUNDED_GROUP;
+        for (; i < b->rounds.count; i += plan->groups, r++) {
+            uint8_t *row = (uint8_t *)(uintptr_t)rows[r];
+            if (row || !by_token) place_group(plan, b, i, g, by_token, dtype, own, row);
+            if (escapes[i]) patch_group(plan, escapes[i], g, *end - before[i], own, row);
+        }
+    }
+    *end -= total;
     return true;
 }
 
@@ -522,22 +566,14 @@ CORE const uint8_t *decode_rows(const bounded_plan *plan, uint32_t count, bool b
                                 uint64_t *used)
 {
     const uint64_t room = (uint64_t)(end - begin) * 8;
-    uint64_t plane_at = 0, at = ((uint64_t)count * plan->row_bits + 7) / 8 * 8;
-    float step = 1.0f;
+    const uint32_t groups = count * plan->groups;
+    uint64_t at = ((uint64_t)count * plan->row_bits + 7) / 8 * 8;
     bounded_batch b;
-    b.rounds.count = 0;
-    for (uint32_t r = 0, g = 0; r < count;) {
-        const uint32_t i = b.rounds.count++;
-        if (by_token && g == 0) {
-            step = plan->levels[take_bits(bits, plane_at) & ((1u << BOUNDED_LEVEL_BITS) - 1)];
-            plane_at += BOUNDED_LEVEL_BITS;
-        }
-        b.group[i] = g, b.row[i] = (uint8_t *)(uintptr_t)rows[r], b.step[i] = step;
-        plane_at = get_planes_of(plan, &b, i, bits, plane_at);
-        if (++g == plan->groups) g = 0, r++;
-        if (b.rounds.count < BOUNDED_BATCH && r < count) continue;
+    for (b.begin = 0; b.begin < groups; b.begin += BOUNDED_BATCH) {
+        b.rounds.count = groups - b.begin < BOUNDED_BATCH ? groups - b.begin : BOUNDED_BATCH;
+        get_planes_of(plan, &b, by_token, bits);
         at = get_rounds(&b.rounds, bits, at, room);
-        if (at > room || !place_batch_of(plan, &b, by_token, dtype, begin, &end, state))
+        if (at > room || !place_batch_of(plan, &b, by_token, dtype, begin, &end, state, rows))
             return NULL;
     }
     *used = at;
