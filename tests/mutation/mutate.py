@@ -71,6 +71,12 @@ def tests_of(file: str) -> list[str]:
     return [*TESTS[max(stems, key=len)], *STORES]
 
 
+def runs_here(file: str) -> bool:
+    """Whether this processor has the instructions that the file is for."""
+    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
+    return "avx512" not in file or {"avx512bw", "avx512dq", "avx512vl"} <= set(flags)
+
+
 def source_of(file: str) -> str:
     return (ROOT / ENGINE / file).read_text(encoding="utf-8")
 
@@ -204,7 +210,7 @@ def main(arguments: list[str] | None = None) -> int:
     files = given.files or sorted(
         path.name
         for path in (ROOT / ENGINE).glob("codec_*.[ch]")
-        if path.name.startswith(tuple(TESTS))
+        if path.name.startswith(tuple(TESTS)) and runs_here(path.name)
     )
     chosen = survivors_of(given.again) if given.again else sample(files, given.count, given.seed)
     verdicts: list[Verdict] = []

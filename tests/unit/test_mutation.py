@@ -82,7 +82,7 @@ def test_sabotage_stops_every_function() -> None:
     assert mutate.sabotaged(SOURCE).count("__builtin_trap") == 1
     for path in sorted((mutate.ROOT / mutate.ENGINE).glob("codec_*.c")):
         source = path.read_text(encoding="utf-8")
-        if path.name != "codec_bounded_avx2.c":  # all of it is a macro's
+        if not path.name.startswith("codec_bounded_avx"):  # all of it is a macro's
             assert mutate.sabotaged(source).count("__builtin_trap") > 1
 
 
