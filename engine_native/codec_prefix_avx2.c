@@ -162,6 +162,8 @@ TARGET void fkv_prefix_count_avx2(const uint64_t *rows, uint32_t count, uint32_t
 }
 
 /* ---- encoding ---- */
+INLINE __m256i to_unpack_order(__m256i bytes) { return _mm256_permute4x64_epi64(bytes, 0xD8); }
+
 INLINE __m256i table(const void *bytes)
 {
     return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)bytes));
@@ -170,6 +172,7 @@ INLINE __m256i table(const void *bytes)
 /* What the channels of a group have alike in all rows. */
 typedef struct {
     __m256i base[2], kind[2], narrow, wide, exponent_max; /* narrow, wide: distances of symbols */
+    __m256i unpack_base[2], unpack_kind[2];               /* in the order of unpacking */
     uint64_t valid, raw_sign, negative;
     uint32_t first, in_use; /* channels */
 } group_lanes;
@@ -177,9 +180,13 @@ typedef struct {
 INLINE group_lanes lanes_of(const prefix_plan *plan, uint32_t group)
 {
     const uint32_t first = group * PREFIX_GROUP;
+    const __m256i base[2] = {load(plan->base + first), load(plan->base + first + STEP)};
+    const __m256i kind[2] = {load(plan->kind + first), load(plan->kind + first + STEP)};
     return (group_lanes){
-        .base = {load(plan->base + first), load(plan->base + first + STEP)},
-        .kind = {load(plan->kind + first), load(plan->kind + first + STEP)},
+        .base = {base[0], base[1]},
+        .kind = {kind[0], kind[1]},
+        .unpack_base = {to_unpack_order(base[0]), to_unpack_order(base[1])},
+        .unpack_kind = {to_unpack_order(kind[0]), to_unpack_order(kind[1])},
         .narrow = table(fkv_prefix_distance[0]),
         .wide = table(fkv_prefix_distance[1]),
         .exponent_max = _mm256_set1_epi8((char)plan->exponent_max),
@@ -254,14 +261,30 @@ INLINE void group_words(const uint8_t *row, const group_lanes *lanes, bool fp16,
     except(w, lanes->negative, lanes->raw_sign, lanes->valid);
 }
 
-/* 32 bits to 32 bytes of 0 or -1, in their order. */
-INLINE __m256i spread(uint32_t word)
+/* The bits that bytes are for, where each byte has all eight. */
+INLINE __m256i bits_of_bytes(__m256i bytes)
+{
+    const __m256i bits = _mm256_set1_epi64x((long long)0x8040201008040201);
+    return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bits), bits);
+}
+
+/* Half of 64 bits to 32 bytes of 0 or -1, in their order. */
+INLINE __m256i spread(uint64_t word, int half)
 {
     const __m256i order = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2,
                                            2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
-    const __m256i bits = _mm256_set1_epi64x((long long)0x8040201008040201);
-    __m256i bytes = _mm256_shuffle_epi8(_mm256_set1_epi32((int)word), order);
-    return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bits), bits);
+    const __m256i own = _mm256_add_epi8(order, _mm256_set1_epi8((char)(4 * half)));
+    return bits_of_bytes(_mm256_shuffle_epi8(_mm256_set1_epi64x((long long)word), own));
+}
+
+/* The same in unpack order, where unpacking bytes to 16 bits, within halves, gives values in order:
+ * eights of values 0, 2, 1, 3. */
+INLINE __m256i spread_for_unpacking(uint64_t word, int half)
+{
+    const __m256i order = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 2, 2, 2, 2, 2, 2, 2, 2, 1, 1, 1,
+                                           1, 1, 1, 1, 1, 3, 3, 3, 3, 3, 3, 3, 3);
+    const __m256i own = _mm256_add_epi8(order, _mm256_set1_epi8((char)(4 * half)));
+    return bits_of_bytes(_mm256_shuffle_epi8(_mm256_set1_epi64x((long long)word), own));
 }
 
 INLINE void store_low(uint8_t *out, const group_lanes *lanes, const group_bytes *low)
@@ -290,8 +313,7 @@ INLINE group_bytes low_of_plane(uint64_t plane)
 {
     group_bytes low;
     for (int h = 0; h < 2; h++)
-        low.half[h] =
-            _mm256_and_si256(spread((uint32_t)(plane >> 32 * h)), _mm256_set1_epi8((char)0x80));
+        low.half[h] = _mm256_and_si256(spread(plane, h), _mm256_set1_epi8((char)0x80));
     return low;
 }
 
@@ -311,24 +333,24 @@ INLINE void merge_half(const prefix_batch *b, uint32_t i, const uint64_t mantiss
 {
     const __m256i seven_bits = _mm256_set1_epi8(0x7F);
     __m256i symbol =
-        _mm256_and_si256(spread((uint32_t)(b->symbol[3][i] >> 32 * half)), _mm256_set1_epi8(8));
+        _mm256_and_si256(spread_for_unpacking(b->symbol[3][i], half), _mm256_set1_epi8(8));
 #pragma GCC unroll 3
     for (int k = 0; k < 3; k++)
-        symbol = _mm256_or_si256(symbol,
-                                 _mm256_and_si256(spread((uint32_t)(b->symbol[k][i] >> 32 * half)),
-                                                  _mm256_set1_epi8((char)(1 << k))));
+        symbol =
+            _mm256_or_si256(symbol, _mm256_and_si256(spread_for_unpacking(b->symbol[k][i], half),
+                                                     _mm256_set1_epi8((char)(1 << k))));
     __m256i distance =
         _mm256_blendv_epi8(_mm256_shuffle_epi8(lanes->narrow, symbol),
-                           _mm256_shuffle_epi8(lanes->wide, symbol), lanes->kind[half]);
-    __m256i exponent = _mm256_sub_epi8(lanes->base[half], distance), high;
-    __m256i sign = spread((uint32_t)(b->sign[i] >> 32 * half));
+                           _mm256_shuffle_epi8(lanes->wide, symbol), lanes->unpack_kind[half]);
+    __m256i exponent = _mm256_sub_epi8(lanes->unpack_base[half], distance), high;
+    __m256i sign = spread_for_unpacking(b->sign[i], half);
+    low = to_unpack_order(low);
     if (fp16) {
         exponent = _mm256_and_si256(exponent, lanes->exponent_max);
         high = _mm256_slli_epi16(exponent, 2);
         for (int k = 0; k < 2; k++)
-            high =
-                _mm256_or_si256(high, _mm256_and_si256(spread((uint32_t)(mantissa[k] >> 32 * half)),
-                                                       _mm256_set1_epi8((char)(1 << k))));
+            high = _mm256_or_si256(high, _mm256_and_si256(spread_for_unpacking(mantissa[k], half),
+                                                          _mm256_set1_epi8((char)(1 << k))));
         high = _mm256_or_si256(high, _mm256_andnot_si256(seven_bits, sign));
     } else {
         low = _mm256_or_si256(_mm256_and_si256(low, seven_bits),
@@ -336,7 +358,6 @@ INLINE void merge_half(const prefix_batch *b, uint32_t i, const uint64_t mantiss
         high = _mm256_or_si256(_mm256_andnot_si256(seven_bits, sign),
                                _mm256_and_si256(_mm256_srli_epi16(exponent, 1), seven_bits));
     }
-    low = _mm256_permute4x64_epi64(low, 0xD8), high = _mm256_permute4x64_epi64(high, 0xD8);
     store(row, _mm256_unpacklo_epi8(low, high));
     store(row + STEP, _mm256_unpackhi_epi8(low, high));
 }
