@@ -10,7 +10,6 @@ Invariants
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,22 +18,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashkv import checks, limits, records
-from flashkv.codec import CODECS, ENCODE_BLOCK, ENCODE_RECORD, FIDELITIES, EncodeJob
+from flashkv import checks, limits
+from flashkv.codec import FIDELITIES
 from flashkv.conversion import convert, fidelity_number
 from flashkv.errors import BatchResult, BlockStatus, KeyFormatError, MemoryViewError, OptionsError
 from flashkv.estimate import LoadPlan, flash_bytes, plan_load
 from flashkv.geometry import KVGeometry, MemoryView
+from flashkv.getting import Getter, Wanted
 from flashkv.identity import CHAIN_TOKENS, Identity, Shard, keyspace, token_keys
 from flashkv.index import NONE, Keys
-from flashkv.layout import Selection, packed_view
+from flashkv.layout import Selection
 from flashkv.leases import Lease
-from flashkv.memory import DEFAULT_VIEW, BlockMemory, block_memory, token_counts
+from flashkv.memory import block_memory, token_counts
 from flashkv.options import check_codec
-from flashkv.profiles import step_factors
 from flashkv.progress import LayerProgress, following
-from flashkv.segment_reader import ReadRequest
-from flashkv.segment_writer import PutRows
+from flashkv.putting import Blocks, Putter
 
 if TYPE_CHECKING:
     from flashkv.store import Store
@@ -52,21 +50,6 @@ class Match:
     lease: Lease | None = None
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    """What of each block a get wants.
-
-    lengths: uint16[N], tokens that they must have; worst: the least exact FKV_FIDELITY_*.
-    """
-
-    group: int
-    first_token: int
-    token_count: int  # 0: to the block's end
-    lengths: NDArray[np.uint16] | None
-    worst: int | None
-    whole: bool  # all of each block
-
-
 class Namespace:
     """Blocks of one identity (and shard). Made by Store.namespace(); safe for all threads."""
 
@@ -80,9 +63,9 @@ class Namespace:
         self.geometry: KVGeometry = identity.geometry.slice(shard)
         self.identity_json = identity.to_json()
         self._store = store
-        self._shard_bytes = shard.encode()
-        self._id = namespace_id
         self._space = keyspace(digest, shard, namespace_id, store.digest_bytes)
+        self._putter = Putter(store, self, namespace_id, self._space)
+        self._getter = Getter(store, self, self._space)
         self._has = store.index.contains_one_of(self._space)
 
     # ---- looking ----
@@ -211,130 +194,11 @@ class Namespace:
         counts = token_counts(tokens, len(packed), memory.block_tokens)
         if not len(packed):
             return BatchResult(np.zeros(0, np.uint8))
-        sizes = counts.astype(np.int64) * self.geometry.token_bytes(number)
-        digests = packed.digests(self._space)
-        with store.gate, store.writer_lock:
-            store.check_writable()
-            worst = None if replace else FIDELITIES.get(codec, 0)
-            statuses = self._skip(digests, packed, sizes, worst)
-            plan = records.plan(
-                statuses == BlockStatus.OK,
-                counts,
-                sizes,
-                position,
-                store.record_limits(self.geometry, number),
-            )
-            if len(plan):
-                job = self._job(packed, packed_parents, memory, counts, plan, number, codec)
-                self._store_records(job, plan, digests, statuses)
-        store.counters.note_put(statuses, sizes)
-        return BatchResult(statuses)
-
-    def _skip(
-        self,
-        digests: NDArray[np.uint8],
-        keys: Keys,
-        sizes: NDArray[np.int64],
-        worst_fidelity: int | None,
-    ) -> NDArray[np.uint8]:
-        """BlockStatus of each block before any work; OK: to be stored.
-
-        worst_fidelity: what is stored less exactly is superseded; None: whatever is.
-        """
-        statuses = np.zeros(len(keys), np.uint8)  # OK
-        statuses[sizes > self._store.block_bytes_max] = BlockStatus.BLOCK_TOO_LARGE
-        if worst_fidelity is not None:
-            places = self._store.index.lookup(digests)
-            good = (places["record"] != NONE) & (places["fidelity"] <= worst_fidelity)
-            statuses[good] = BlockStatus.PRESENT
-        if len(keys) > 1:
-            whole = np.ascontiguousarray(digests).view("V16").ravel()
-            _, first = np.unique(whole, return_index=True)
-            if len(first) < len(keys):
-                again = np.ones(len(keys), np.bool_)
-                again[first] = False
-                statuses[again] = self._repeated(keys, np.flatnonzero(again), statuses)
-        return statuses
-
-    def _repeated(
-        self, keys: Keys, rows: NDArray[np.int64], statuses: NDArray[np.uint8]
-    ) -> NDArray[np.uint8]:
-        """DUPLICATE for a key that came before in the batch.
-
-        Two keys under one digest: the later wins, as ever.
-        """
-        seen: dict[bytes, int] = {}
-        for row in range(len(keys)):
-            seen.setdefault(keys[row], row)
-        return np.array(
-            [BlockStatus.DUPLICATE if seen[keys[row]] != row else statuses[row] for row in rows],
-            np.uint8,
-        )
-
-    def _job(
-        self,
-        keys: Keys,
-        parents: Keys | None,
-        memory: BlockMemory,
-        counts: NDArray[np.uint16],
-        plan: records.RecordPlan,
-        group: int,
-        codec: str,
-    ) -> EncodeJob:
-        rows = plan.rows
-        blocks = np.zeros(len(rows), ENCODE_BLOCK)
-        starts, lengths = keys.starts_lengths()
-        blocks["key_offset"], blocks["key_bytes"] = starts[rows], lengths[rows]
-        if parents is not None:
-            starts, lengths = parents.starts_lengths()
-            blocks["parent_offset"], blocks["parent_bytes"] = starts[rows], lengths[rows]
-        blocks["source"] = rows
-        blocks["tokens"] = counts[rows]
-        table = np.zeros(len(plan), ENCODE_RECORD)
-        table["first_block"] = plan.first
-        table["block_count"] = plan.count
-        table["start_token"] = plan.start_token
-        table["codec"] = CODECS[codec]
-        table["fidelity"] = FIDELITIES.get(codec, 0)
-        factors, profile = step_factors(
+        return self._putter.put(
+            Blocks(packed, packed_parents, memory, counts, number, position),
             codec,
-            self._store.options.profile,
-            self.shard.layers[0] if self.shard.layers else 0,
-            max(plane.layers for plane in self.geometry.groups[group].planes),
+            None if replace else FIDELITIES.get(codec, 0),
         )
-        return EncodeJob(
-            geometry=self.geometry.native(group),
-            view=memory.view.pointer,
-            namespace_digest=self.digest,
-            shard=self._shard_bytes,
-            keys=keys.blob,
-            parents=parents.blob if parents is not None else None,
-            pointers=memory.pointers,
-            blocks=blocks,
-            records=table,
-            created_ms=self._store.clock_ms(),
-            factors=factors,
-            profile=profile,
-            keepalive=(memory, keys, parents),
-        )
-
-    def _store_records(
-        self,
-        job: EncodeJob,
-        plan: records.RecordPlan,
-        digests: NDArray[np.uint8],
-        statuses: NDArray[np.uint8],
-    ) -> None:
-        """Hands the job to the writer and spreads the records' statuses over their blocks."""
-        self._store.register(self, job.profile)
-        put_rows = PutRows(
-            digests=digests[plan.rows],
-            namespace_digest=self.digest,
-            namespace_json=self.identity_json,
-            namespace_id=self._id,
-        )
-        of_record = self._store.writer.put(job, put_rows)
-        statuses[plan.rows] = np.repeat(of_record, plan.count)
 
     # ---- getting ----
 
@@ -387,7 +251,7 @@ class Namespace:
                 partial=tokens is not None,
             )
             worst = None if min_fidelity is None else fidelity_number("min_fidelity", min_fidelity)
-            wanted = _Wanted(
+            wanted = Wanted(
                 group=number,
                 first_token=first,
                 token_count=count,
@@ -395,125 +259,7 @@ class Namespace:
                 worst=worst,
                 whole=layers is None and heads is None and token_range is None,
             )
-            return self._read(packed, memory, wanted, progress)
-
-    def _read(
-        self,
-        keys: Keys,
-        memory: BlockMemory,
-        wanted: _Wanted,
-        progress: LayerProgress | None,
-    ) -> BatchResult:
-        """get() of checked arguments."""
-        store = self._store
-        if not len(keys):
-            return BatchResult(
-                np.zeros(0, np.uint8), None if progress is None else np.zeros(0, np.int32)
-            )
-        first, count = wanted.first_token, wanted.token_count
-        if count > memory.block_tokens:
-            raise MemoryViewError(
-                "the destination has no room for the token_range",
-                value=f"{memory.block_tokens} tokens a block",
-                limit=f"at least {count}",
-            )
-        digests = keys.digests(self._space)
-        with store.gate:
-            places = store.index.lookup(digests, pin=True)
-            if wanted.worst is not None:
-                self._drop_places(places, places["fidelity"] > wanted.worst)
-            if wanted.lengths is not None:
-                self._drop_places(places, places["tokens"] != wanted.lengths)
-            self._refuse(places, keys, digests, memory.block_tokens, wanted)
-            request = ReadRequest(
-                geometry=self.geometry.native(wanted.group),
-                view=memory.view.pointer,
-                namespace_digest=self.digest,
-                shard=self._shard_bytes,
-                keys=keys,
-                places=places,
-                pointers=memory.pointers,
-                first_token=first,
-                token_count=count,
-                progress=progress if memory.in_place else None,
-            )
-            began = time.perf_counter()
-            statuses = store.reader.read(request, digests)
-        ok = statuses == BlockStatus.OK
-        memory.finish(ok)
-        taken = time.perf_counter() - began
-        tokens = np.full(int(ok.sum()), count) if count else places["tokens"][ok]
-        store.counters.note_get(statuses, tokens, memory.view.group.token_bytes)
-        if wanted.whole and ok.all():
-            store.load_model.note(float(flash_bytes(places).sum()), taken)
-        if progress is None:
-            return BatchResult(statuses)
-        # Of what failed, a copy that finish() spreads has nothing.
-        failed = request.failed_layers
-        if failed is None:
-            failed = np.zeros(len(ok), np.int32)
-        if not ok.all():
-            progress.fail(int(failed[~ok].min()))
-        return BatchResult(statuses, np.where(ok, -1, failed).astype(np.int32))
-
-    def _refuse(
-        self,
-        places: NDArray[Any],
-        keys: Keys,
-        digests: NDArray[np.uint8],
-        room: int,
-        wanted: _Wanted,
-    ) -> None:
-        """Places that can't be read into this memory become absent, or are an error of the
-        caller's.
-        """
-        group, first, count = wanted.group, wanted.first_token, wanted.token_count
-        found = places["record"] != NONE
-        tokens = places["tokens"].astype(np.int64)
-        taken = np.full(len(places), count) if count else tokens - first
-        other = found & ((places["group"] != group) | (taken < 1) | (first + taken > tokens))
-        small = found & ~other & (taken > room)
-        for row in np.flatnonzero(small).tolist():
-            if not self._has_last_token(row, keys, digests, group):
-                continue
-            self._store.index.unpin(np.ascontiguousarray(places["segment"]))
-            raise MemoryViewError(
-                f"block {row} of the batch doesn't fit the destination",
-                value=f"{int(taken[row])} tokens",
-                limit=f"{room} tokens a block",
-                advice="give memory for the block's tokens, or a token_range",
-            )
-        self._drop_places(places, other | small)
-
-    def _has_last_token(self, row: int, keys: Keys, digests: NDArray[np.uint8], group: int) -> bool:
-        """Whether a block's record bears out how long the index says it is.
-
-        A directory that says too much is damage, not an error of the caller's: the reader counts
-        and drops it.
-        """
-        view = packed_view(self.geometry, group, DEFAULT_VIEW, 1)
-        memory = np.empty(int(view.region_bytes[0]), np.uint8)
-        place = self._store.index.lookup(digests[row : row + 1], pin=True)
-        request = ReadRequest(
-            geometry=self.geometry.native(group),
-            view=view.pointer,
-            namespace_digest=self.digest,
-            shard=self._shard_bytes,
-            keys=Keys.pack([keys[row]]),
-            places=place,
-            pointers=np.array([[memory.ctypes.data]], np.uint64),
-            first_token=max(int(place["tokens"][0]) - 1, 0),
-            token_count=1,
-        )
-        statuses = self._store.reader.read(request, digests[row : row + 1])
-        return bool(statuses[0] != BlockStatus.MISS)
-
-    def _drop_places(self, places: NDArray[Any], rows: NDArray[np.bool_]) -> None:
-        """Makes these rows absent, and gives back their pins."""
-        if rows.any():
-            self._store.index.unpin(np.ascontiguousarray(places["segment"][rows]))
-            places["record"][rows] = NONE
-            places["segment"][rows] = NONE
+            return self._getter.read(packed, memory, wanted, progress)
 
     @contextmanager
     def alone(self) -> Iterator[None]:

@@ -315,23 +315,25 @@ class Store:
                 self._namespaces[name] = Namespace(self, whole, part, number, digest)
             return self._namespaces[name]
 
-    def register(self, namespace: Namespace, profile_digest: bytes | None = None) -> None:
-        """Logs the namespace before its first record. Under writer_lock.
+    def register(
+        self, digest: bytes, identity_json: bytes, profile_digest: bytes | None = None
+    ) -> None:
+        """Logs a namespace before its first record. Under writer_lock.
 
         A log that can't be written now, or has no room for more, goes without: segments describe
         themselves.
         """
         state = self.manifest.state
         self._register_profile(profile_digest)
-        if namespace.digest in state.namespaces:
+        if digest in state.namespaces:
             return
         room = reserve_of(self.capacity_bytes) // limits.NAMESPACE_TEXT_SHARE
-        if len(namespace.identity_json) + state.namespace_bytes() > room:
+        if len(identity_json) + state.namespace_bytes() > room:
             opening.forget_namespaces(state, self.index, self._namespace_ids)
-            if len(namespace.identity_json) + state.namespace_bytes() > room:
+            if len(identity_json) + state.namespace_bytes() > room:
                 return
         with suppress(StoreError):
-            self.manifest.namespace_added(namespace.digest, namespace.identity_json)
+            self.manifest.namespace_added(digest, identity_json)
 
     def _register_profile(self, digest: bytes | None) -> None:
         """Logs the profile that records are to name."""

@@ -31,7 +31,7 @@ LEVELS: list[set[str]] = [
     {"directory", "flights", "space"},
     {"sealer"},
     {"segment_writer", "segment_reader", "recovery", "cleaning"},
-    {"opening", "tickets", "conversion"},
+    {"opening", "tickets", "conversion", "putting", "getting"},
     {"namespace"},
     {"snapshot"},
     {"store"},
