@@ -138,7 +138,60 @@ CORE void measure(const float *restrict values, uint32_t count, uint32_t width,
 }
 
 #define LANES 8u
-/* Of one row: the variance of its values and their range, in lanes of a fixed order. */
+/* What lanes came to, in their order: the variance of a row's values and their range. */
+CORE void spread_of_lanes(const float *squares, const float *least, const float *greatest,
+                          uint32_t width, float *spread)
+{
+    float total = 0.0f, low = least[0], high = greatest[0];
+    for (uint32_t l = 0; l < LANES; l++) {
+        total += squares[l];
+        low = least[l] < low ? least[l] : low;
+        high = greatest[l] > high ? greatest[l] : high;
+    }
+    spread[0] = total / (float)width;
+    spread[1] = high - low;
+}
+
+/* Of one row: the variance of its values and their range, in lanes of a fixed order; what is no number
+ * counts as 0. */
+#ifdef PREFIX_BMI2
+/* Eight values from `at` on, those past the end 0; *there: which are. */
+CORE __m256 lanes_at(const float *row, uint32_t at, uint32_t width, __m256i *there)
+{
+    const __m256i size = _mm256_set1_epi32(0x7FFFFFFF), infinity = _mm256_set1_epi32(0x7F800000);
+    const __m256i place = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    *there = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)(width - at)), place);
+    __m256i bits = _mm256_maskload_epi32((const int *)row + at, *there);
+    bits = _mm256_and_si256(bits, _mm256_cmpgt_epi32(infinity, _mm256_and_si256(bits, size)));
+    return _mm256_castsi256_ps(bits);
+}
+
+CORE void spread_of(const float *row, uint32_t width, float *spread)
+{
+    const __m256 first = _mm256_set1_ps(is_finite(row[0]) ? row[0] : 0.0f);
+    __m256 sum = _mm256_setzero_ps(), squares = sum, least = first, greatest = first;
+    __m256i there;
+    float lanes[3][LANES], mean = 0.0f;
+    for (uint32_t at = 0; at < width; at += LANES) {
+        const __m256 x = lanes_at(row, at, width, &there), mask = _mm256_castsi256_ps(there);
+        sum = _mm256_add_ps(sum, x);
+        least = _mm256_min_ps(_mm256_blendv_ps(least, x, mask), least);
+        greatest = _mm256_max_ps(_mm256_blendv_ps(greatest, x, mask), greatest);
+    }
+    _mm256_storeu_ps(lanes[0], sum);
+    for (uint32_t l = 0; l < LANES; l++) mean += lanes[0][l];
+    mean /= (float)width;
+    for (uint32_t at = 0; at < width; at += LANES) {
+        const __m256 x = lanes_at(row, at, width, &there);
+        const __m256 d =
+            _mm256_and_ps(_mm256_sub_ps(x, _mm256_set1_ps(mean)), _mm256_castsi256_ps(there));
+        squares = _mm256_add_ps(squares, _mm256_mul_ps(d, d));
+    }
+    _mm256_storeu_ps(lanes[0], squares), _mm256_storeu_ps(lanes[1], least);
+    _mm256_storeu_ps(lanes[2], greatest);
+    spread_of_lanes(lanes[0], lanes[1], lanes[2], width, spread);
+}
+#else
 CORE void spread_of(const float *restrict row, uint32_t width, float *restrict spread)
 {
     float sum[LANES] = {0}, squares[LANES] = {0}, least[LANES], greatest[LANES];
@@ -156,7 +209,7 @@ CORE void spread_of(const float *restrict row, uint32_t width, float *restrict s
             least[l] = chosen(there & mask_of(x < least[l]), x, least[l]);
             greatest[l] = chosen(there & mask_of(x > greatest[l]), x, greatest[l]);
         }
-    float mean = 0.0f, total = 0.0f;
+    float mean = 0.0f;
     for (uint32_t l = 0; l < LANES; l++) mean += sum[l];
     mean /= (float)width;
     for (uint32_t i = 0; i < whole; i += LANES)
@@ -164,14 +217,9 @@ CORE void spread_of(const float *restrict row, uint32_t width, float *restrict s
             float d = chosen(mask_of(i + l < width), padded[i + l] - mean, 0.0f);
             squares[l] += d * d;
         }
-    for (uint32_t l = 0; l < LANES; l++) {
-        total += squares[l];
-        least[0] = least[l] < least[0] ? least[l] : least[0];
-        greatest[0] = greatest[l] > greatest[0] ? greatest[l] : greatest[0];
-    }
-    spread[0] = total / (float)width;
-    spread[1] = greatest[0] - least[0];
+    spread_of_lanes(squares, least, greatest, width, spread);
 }
+#endif
 
 /* ---- quantising ---- */
 #define BOUNDED_MAGNITUDE_MAX 4095.0f
@@ -294,8 +342,8 @@ CORE uint64_t word_of(const uint8_t *bytes, int bit)
 CORE void weigh(uint64_t word, const uint8_t *weights, uint8_t *bytes)
 {
     const __m512i before = _mm512_loadu_si512(bytes);
-    _mm512_storeu_si512(
-        bytes, _mm512_mask_add_epi8(before, word, before, _mm512_loadu_si512(weights)));
+    _mm512_storeu_si512(bytes,
+                        _mm512_mask_add_epi8(before, word, before, _mm512_loadu_si512(weights)));
 }
 #elif defined(PREFIX_BMI2)
 CORE uint64_t word_of(const uint8_t *bytes, int bit)
@@ -436,7 +484,8 @@ CORE void get_planes_of(const bounded_plan *plan, bounded_batch *b, bool by_toke
             b->sign[i] = SPREAD_BITS(take_count(bits, at, coded_count), coded);
             b->rounds.go[0][i] = first & (second | ~wide) & coded;
             if (by_token)
-                b->step[i] = plan->levels[take_bits(bits, row_at) & ((1u << BOUNDED_LEVEL_BITS) - 1)];
+                b->step[i] =
+                    plan->levels[take_bits(bits, row_at) & ((1u << BOUNDED_LEVEL_BITS) - 1)];
         }
         for (uint32_t k = 0; k < planes; k++) before += plan->low_count[g][k];
         before += 2 * coded_count + wide_count;
@@ -470,7 +519,9 @@ CORE uint64_t get_rounds(bounded_rounds *b, const uint8_t *bits, uint64_t at, ui
 /* 64 bytes alike: what a bit of a magnitude is worth; [6]: the sign. */
 #define ALIKE8(n) n, n, n, n, n, n, n, n
 #define ALIKE(n)                                                                                   \
-    {ALIKE8(n), ALIKE8(n), ALIKE8(n), ALIKE8(n), ALIKE8(n), ALIKE8(n), ALIKE8(n), ALIKE8(n)}
+    {                                                                                              \
+        ALIKE8(n), ALIKE8(n), ALIKE8(n), ALIKE8(n), ALIKE8(n), ALIKE8(n), ALIKE8(n), ALIKE8(n)     \
+    }
 static const uint8_t bounded_worth[BOUNDED_LOW_MAX + 1][BOUNDED_GROUP] = {
     ALIKE(1), ALIKE(2), ALIKE(4), ALIKE(8), ALIKE(16), ALIKE(32), ALIKE(128)};
 
