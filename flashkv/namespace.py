@@ -311,7 +311,7 @@ class Namespace:
 
         For weights that were updated in place: what is stored from now on counts again.
         """
-        return self._store.retire(self)
+        return self._store.registry.retire(self.digest)
 
     def token_keys(
         self,

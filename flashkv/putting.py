@@ -167,7 +167,7 @@ class Putter:
         statuses: NDArray[np.uint8],
     ) -> None:
         """Hands the job to the writer and spreads the records' statuses over their blocks."""
-        self._store.register(self._digest, self._identity_json, job.profile)
+        self._store.registry.register(self._digest, self._identity_json, job.profile)
         put_rows = PutRows(
             digests=digests[plan.rows],
             namespace_digest=self._digest,

@@ -36,26 +36,25 @@ from flashkv.errors import (
     DurabilityError,
     ForkedError,
     GeometryError,
-    IdentityError,
     OptionsError,
     ReadOnlyStoreError,
     StoreError,
 )
 from flashkv.estimate import LoadModel
 from flashkv.filesystem import DISK, FileSystem
-from flashkv.folder import reserve_of
 from flashkv.gate import Gate
 from flashkv.geometry import DType, KVGeometry
-from flashkv.identity import WHOLE, Identity, Shard
+from flashkv.identity import Identity, Shard
 from flashkv.index import Index
 from flashkv.leases import Leases
 from flashkv.manifest import Manifest
 from flashkv.namespace import Namespace
 from flashkv.native import aligned_array
 from flashkv.options import Options
-from flashkv.profiles import Profile, check_layers
+from flashkv.profiles import check_layers
 from flashkv.records import OPAQUE_RECORD_BYTES, RecordLimits
 from flashkv.recovery import Recovery
+from flashkv.registry import Registry
 from flashkv.segment_reader import SegmentReader
 from flashkv.segment_writer import SegmentWriter
 from flashkv.segments import Segments, SegmentState, decode_header
@@ -132,8 +131,7 @@ class Store:
         self.gate = Gate(self.check_open)
         self._lanes = Lanes()
         self._clients: set[Client] = set()
-        self._namespaces: dict[tuple[bytes, bytes], Namespace] = {}
-        self._namespace_ids: dict[bytes, int] = {}
+        self.registry = Registry(self)
         self._folder = opening.prepare_folder(
             path, files, read_only=read_only, may_create=geometry is not None
         )
@@ -174,7 +172,7 @@ class Store:
             self.index,
             self.io,
             state,
-            self._namespace_ids,
+            self.registry.ids,
             files,
             writable=not self.read_only,
             digest_bytes=self.digest_bytes,
@@ -208,7 +206,7 @@ class Store:
             files,
         )
         # The log is begun anew with every open: what it says is then what recovery found.
-        opening.settle_state(state, self.recovery, self.index, self._namespace_ids)
+        opening.settle_state(state, self.recovery, self.index, self.registry.ids)
         self.manifest: Manifest = opening.begin_log(
             self._folder, self.superblock, state, self.capacity_bytes, files
         )
@@ -293,71 +291,12 @@ class Store:
         The same object for the same identity and shard. Raises IdentityError, BusyError.
         """
         self.check_open()
-        if not isinstance(identity, Identity):
-            raise IdentityError("namespace() needs an Identity", value=type(identity).__name__)
-        whole = identity.with_geometry(self.geometry)
-        assert whole.geometry is not None
-        shard = WHOLE if shard is None else shard
-        checks.instance(IdentityError, "shard", shard, Shard)
-        part = shard.normalized(whole.geometry)
-        digest = whole.digest()
-        with self.writer_lock:
-            name = (digest, part.encode())
-            if name not in self._namespaces:
-                if len(self._namespaces) >= limits.NAMESPACES_MAX:
-                    raise BusyError(
-                        "too many namespaces in one handle",
-                        value=len(self._namespaces),
-                        limit=limits.NAMESPACES_MAX,
-                        advice="open the store again, or keep what varies by request in the keys",
-                    )
-                number = self._namespace_ids.setdefault(digest, len(self._namespace_ids))
-                self._namespaces[name] = Namespace(self, whole, part, number, digest)
-            return self._namespaces[name]
-
-    def register(
-        self, digest: bytes, identity_json: bytes, profile_digest: bytes | None = None
-    ) -> None:
-        """Logs a namespace before its first record. Under writer_lock.
-
-        A log that can't be written now, or has no room for more, goes without: segments describe
-        themselves.
-        """
-        state = self.manifest.state
-        self._register_profile(profile_digest)
-        if digest in state.namespaces:
-            return
-        room = reserve_of(self.capacity_bytes) // limits.NAMESPACE_TEXT_SHARE
-        if len(identity_json) + state.namespace_bytes() > room:
-            opening.forget_namespaces(state, self.index, self._namespace_ids)
-            if len(identity_json) + state.namespace_bytes() > room:
-                return
-        with suppress(StoreError):
-            self.manifest.namespace_added(digest, identity_json)
-
-    def _register_profile(self, digest: bytes | None) -> None:
-        """Logs the profile that records are to name."""
-        profile = self.options.profile
-        if digest is not None and isinstance(profile, Profile):
-            room = reserve_of(self.capacity_bytes) // limits.NAMESPACE_TEXT_SHARE
-            with suppress(StoreError):
-                self.manifest.profile_used(digest, profile.json, room)
+        return self.registry.namespace(identity, shard)
 
     def profiles(self) -> dict[bytes, dict[str, Any]]:
         """The calibration profiles that the store holds, by digest."""
         self.check_open()
-        with self.writer_lock:
-            state = self.manifest_state if self.read_only else self.manifest.state
-            profiles = dict(state.profiles)
-        return {digest: Profile.load(text).plain for digest, text in profiles.items()}
-
-    def retire(self, namespace: Namespace) -> int:
-        """See Namespace.rotate."""
-        with self.gate, self.writer_lock:
-            self.check_writable()
-            dropped = self.index.drop_namespace(self._namespace_ids[namespace.digest])
-            self.manifest.namespace_retired(namespace.digest, self.writer.next_sequence - 1)
-            return dropped
+        return self.registry.profiles()
 
     # ---- durability ----
 
@@ -447,7 +386,7 @@ class Store:
 
         with self.gate:
             self.check_open()
-            return snapshot(self, self._lanes.inflight, len(self._namespace_ids))
+            return snapshot(self, self._lanes.inflight, len(self.registry.ids))
 
     # ---- the end ----
 

@@ -33,7 +33,7 @@ LEVELS: list[set[str]] = [
     {"segment_writer", "segment_reader", "recovery", "cleaning"},
     {"opening", "tickets", "conversion", "putting", "getting"},
     {"namespace"},
-    {"snapshot"},
+    {"snapshot", "registry"},
     {"store"},
     {"pipeline"},
     {"__init__"},
