@@ -183,7 +183,7 @@ def test_a_full_store_forgets(
     vllm: Vllm, alone: list[int], prompt: list[int], store_path: Path
 ) -> None:
     tier = {"capacity": "24MiB", "options": SMALL}
-    prompts = [[(token * step) % 500 + 1 for token in prompt] for step in range(3, 17, 2)]
+    prompts = [[(token * step) % 500 + 1 for token in prompt] for step in range(3, 31, 2)]
     seen = vllm(store_path, prompts=[prompt, *prompts, prompt], tier=tier, cpu_bytes=6 << 20)
     assert seen["rounds"][0]["tokens"][0] == seen["rounds"][0]["tokens"][-1] == alone
     assert seen["report"]["store"]["evicted_blocks"] > 0
