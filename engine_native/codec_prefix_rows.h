@@ -30,6 +30,12 @@ PREFIX_INLINE uint32_t first_place(const prefix_plan *plan, uint32_t begin, uint
     return group >= g ? group - g : group + plan->groups - g;
 }
 
+/* A batch and the bits of mantissas that lie in planes: of all but bfloat16. */
+typedef struct {
+    prefix_batch batch;
+    uint64_t mantissa[PREFIX_BATCH][3];
+} batch_values;
+
 /* ---- encoding ---- */
 PREFIX_INLINE void costs_of(const uint64_t *rows, uint32_t count, const prefix_plan *plan,
                             bool fp16, uint16_t *bits)
@@ -49,17 +55,12 @@ PREFIX_INLINE void costs_of(const uint64_t *rows, uint32_t count, const prefix_p
 }
 
 typedef struct {
-    prefix_batch batch;
-    uint64_t mantissa[PREFIX_BATCH][3];
-} batch_source;
-
-typedef struct {
     bit_writer planes, digits;
 } stripe_writers;
 
 /* Symbols, signs and low bytes of a batch's values. */
 PREFIX_INLINE void take_batch(const uint64_t *rows, const prefix_plan *plan, bool fp16,
-                              batch_source *b, uint8_t *low_out)
+                              batch_values *b, uint8_t *low_out)
 {
     for (uint32_t g = 0; g < plan->groups; g++) {
         const group_lanes lanes = lanes_of(plan, g);
@@ -92,7 +93,7 @@ PREFIX_INLINE void put_escapes(const uint64_t *rows, const prefix_plan *plan, bo
 }
 
 PREFIX_INLINE void encode_batch(const uint64_t *rows, const prefix_plan *plan, bool fp16,
-                                batch_source *b, stripe_writers *to, prefix_parts *parts)
+                                batch_values *b, stripe_writers *to, prefix_parts *parts)
 {
     uint64_t low[PREFIX_BATCH], high[PREFIX_BATCH];
     take_batch(rows, plan, fp16, b, parts->low);
@@ -119,7 +120,7 @@ PREFIX_INLINE void encode(const uint64_t *rows, uint32_t count, const prefix_pla
 {
     const uint32_t groups = count * plan->groups;
     stripe_writers to = {{parts->planes, 0, 0}, {parts->digits, 0, parts->digits_held}};
-    batch_source b;
+    batch_values b;
     for (b.batch.begin = 0; b.batch.begin < groups; b.batch.begin += PREFIX_BATCH) {
         b.batch.count =
             groups - b.batch.begin < PREFIX_BATCH ? groups - b.batch.begin : PREFIX_BATCH;
@@ -129,14 +130,9 @@ PREFIX_INLINE void encode(const uint64_t *rows, uint32_t count, const prefix_pla
 }
 
 /* ---- decoding ---- */
-typedef struct {
-    prefix_batch batch;
-    uint64_t mantissa[PREFIX_BATCH][3];
-} batch_places;
-
 /* The planes of a batch. A row's begin at a multiple of the bits that all rows have. */
 PREFIX_INLINE void read_planes(const uint8_t *in, const prefix_plan *plan, bool fp16,
-                               const uint8_t *planes, batch_places *b)
+                               const uint8_t *planes, batch_values *b)
 {
     uint32_t before = 0; /* bits of the groups before */
     for (uint32_t g = 0; g < plan->groups; g++) {
@@ -166,7 +162,7 @@ PREFIX_INLINE void read_planes(const uint8_t *in, const prefix_plan *plan, bool 
 
 /* Puts a batch in place, then its escapes; false where they ran out or are not what they must be. */
 PREFIX_INLINE bool place_batch(const uint8_t *in, const prefix_plan *plan, bool fp16,
-                               const batch_places *b, const uint64_t *rows, const uint8_t *begin,
+                               const batch_values *b, const uint64_t *rows, const uint8_t *begin,
                                const uint8_t **escapes)
 {
     for (uint32_t g = 0; g < plan->groups; g++) {
@@ -201,7 +197,7 @@ PREFIX_INLINE const uint8_t *decode(const uint8_t *in, uint32_t count, const pre
     const uint8_t *begin = in + (size_t)count * plan->low_bytes;
     const uint64_t room_bits = (uint64_t)(end - begin) * 8;
     uint64_t at = (uint64_t)count * plan->static_bits;
-    batch_places b;
+    batch_values b;
     for (b.batch.begin = 0; b.batch.begin < groups; b.batch.begin += PREFIX_BATCH) {
         b.batch.count =
             groups - b.batch.begin < PREFIX_BATCH ? groups - b.batch.begin : PREFIX_BATCH;
