@@ -161,7 +161,7 @@ CORE __m256 lanes_at(const float *row, uint32_t at, uint32_t width, __m256i *the
     const __m256i size = _mm256_set1_epi32(0x7FFFFFFF), infinity = _mm256_set1_epi32(0x7F800000);
     const __m256i place = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     *there = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)(width - at)), place);
-    __m256i bits = _mm256_maskload_epi32((const int *)row + at, *there);
+    __m256i bits = _mm256_castps_si256(_mm256_maskload_ps(row + at, *there));
     bits = _mm256_and_si256(bits, _mm256_cmpgt_epi32(infinity, _mm256_and_si256(bits, size)));
     return _mm256_castsi256_ps(bits);
 }
@@ -540,7 +540,7 @@ CORE void place_group(const bounded_plan *plan, const bounded_batch *b, uint32_t
     const uint8_t *restrict worth = plan->first + at;
     const float *restrict middle = plan->middle + at, *restrict carry = plan->carry + at,
                           *restrict steps = plan->step + at;
-    const float step = b->step[i];
+    const float step = by_token ? b->step[i] : 0.0f;
     for (uint32_t c = 0; c < BOUNDED_GROUP; c++) {
         int32_t magnitude = fixed[c] + (int32_t)more[c] * worth[c];
         float size = (float)magnitude + 0.5f;

@@ -18,7 +18,7 @@
  *
  * Invariants
  *  - bit-exact for every 16-bit pattern, whatever the parameters;
- *  - the AVX2 path (codec_fxp_avx2.c) gives the same parameters, costs and bytes;
+ *  - the other paths (codec_fxp_avx2.c, codec_fxp_avx512.c) give the same parameters, costs and bytes;
  *  - decoding reads nothing outside in[0, length) and writes whole wanted rows only, whatever the
  *    bytes are; it accepts exactly the stripes whose escapes fit the codes and, in fp16, have five
  *    bits.

@@ -228,6 +228,7 @@ INLINE void merge_group(const prefix_batch *b, uint32_t i, const uint64_t mantis
         for (int k = 0; k < 2; k++)
             high = _mm512_mask_add_epi8(high, mantissa[k], high, _mm512_set1_epi8((char)(1 << k)));
     } else {
+        /* Seven bits of one, the eighth of the other. */
         low = _mm512_ternarylogic_epi64(low, _mm512_slli_epi16(exponent, 7), seven_bits, 0xE4);
         high = _mm512_and_si512(_mm512_srli_epi16(exponent, 1), seven_bits);
     }

@@ -138,7 +138,7 @@ typedef struct {
     uint64_t symbol[4][PREFIX_BATCH], sign[PREFIX_BATCH];
     uint64_t first[PREFIX_BATCH], second[PREFIX_BATCH], third[PREFIX_BATCH];
     uint64_t fourth[PREFIX_BATCH], escape[PREFIX_BATCH]; /* prefix_masks */
-    uint64_t digit[5][PREFIX_BATCH];                     /* bits where the masks have ones */
+    uint64_t digit[5][PREFIX_BATCH]; /* two bits of the fourth, three of the fifth */
 } prefix_batch;
 
 /* ---- writing ---- */

@@ -49,8 +49,8 @@ void fkv_use_simd(int level)
 {
     static const fkv_cpu none = {0};
     fkv_cpu_has = level == 0 ? none : detect();
-    if (level == 2) fkv_cpu_has.vpclmul = fkv_cpu_has.avx512 = false;
-    if (level != 1) fkv_cpu_has.avx512_wide = level == 3 && fkv_cpu_has.avx512;
+    if (level == 2) fkv_cpu_has.vpclmul = fkv_cpu_has.avx512 = fkv_cpu_has.avx512_wide = false;
+    if (level == 3) fkv_cpu_has.avx512_wide = fkv_cpu_has.avx512;
     snprintf(code_paths, sizeof code_paths, "crc32c=%s sha256=%s codec=%s",
              fkv_cpu_has.vpclmul ? "vpclmul"
              : fkv_cpu_has.sse42 ? "sse4.2"
