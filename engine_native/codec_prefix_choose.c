@@ -12,7 +12,7 @@
 #include "cpu.h"
 
 #define DELTA_FIRST (-6)
-#define EXCEPTION_BITS 16u /* what a value with another sign than its channel's costs more */
+#define EXCEPTION_BITS 13u /* what a value with another sign than its channel's costs more */
 #define COUNT_MAX 3855u    /* times the longest code, 17 bits: less than 65,536 */
 
 uint16_t fkv_prefix_prices[16][PREFIX_COMBINATIONS]; /* [distance from top][kind, delta]: bits */

@@ -225,9 +225,9 @@ def _own_choice(exponents: np.ndarray, negatives: int, mode: int) -> tuple[int, 
     best = int((PRICES @ (counts >> shift)).argmin())
     base = (top + DELTA_FIRST + best % DELTAS) & EXPONENT_MAX[mode]
     flags = WIDE_FLAG if best >= DELTAS else 0
-    if negatives * 16 < count:
+    if negatives * 13 < count:
         flags |= STEADY
-    elif (count - negatives) * 16 < count:
+    elif (count - negatives) * 13 < count:
         flags |= STEADY | NEGATIVE
     return base, flags
 
