@@ -25,6 +25,10 @@ os.environ["FLASHKV_SEED"] = str(SEED)  # the processes that share the tests sha
 def pytest_configure(config: pytest.Config) -> None:
     if hypothesis.core.global_force_seed is None:
         hypothesis.core.global_force_seed = SEED
+    # How long an example takes says something of the machine, nothing of the code.
+    if hypothesis.settings.get_current_profile_name() == "default":
+        hypothesis.settings.register_profile("flashkv", deadline=None)
+        hypothesis.settings.load_profile("flashkv")
 
 
 def pytest_report_header() -> str:
