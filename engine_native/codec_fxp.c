@@ -24,6 +24,7 @@
  *    bits.
  */
 #include "codec_fxp.h"
+#include "codec_values.h"
 #include "cpu.h"
 
 /* The processor's path of a function that has three. */
@@ -37,18 +38,6 @@
 #endif
 
 #define BASES_MAX (FXP_VALUES_MAX + FXP_GROUP)
-
-static inline uint16_t load16(const uint8_t *at)
-{
-    uint16_t value;
-    memcpy(&value, at, 2);
-    return value;
-}
-
-static inline uint32_t exponent_of(uint16_t value, bool fp16)
-{
-    return fp16 ? value >> 10 & 0x1F : value >> 7 & 0xFF;
-}
 
 static inline uint32_t code_of(uint32_t exponent, uint32_t base)
 {
@@ -93,12 +82,12 @@ static uint32_t best_base(const uint64_t *rows, uint32_t count, uint32_t channel
     *top = 0;
     for (uint32_t r = 0; r < count; r += stride) {
         uint32_t exponent =
-            exponent_of(load16((const uint8_t *)(uintptr_t)rows[r] + 2 * channel), fp16);
+            exponent_of(value_at((const uint8_t *)(uintptr_t)rows[r] + 2 * channel), fp16);
         if (exponent < limit && exponent > *top) *top = exponent;
     }
     for (uint32_t r = 0; r < count; r += stride) {
         uint32_t below =
-            *top - exponent_of(load16((const uint8_t *)(uintptr_t)rows[r] + 2 * channel), fp16);
+            *top - exponent_of(value_at((const uint8_t *)(uintptr_t)rows[r] + 2 * channel), fp16);
         if (below < FXP_BINS) bins[below]++;
     }
     /* A window that begins one above the top has room for rows that weren't looked at. */
@@ -152,7 +141,7 @@ static void costs_portable(const uint64_t *rows, uint32_t count, uint32_t values
         const uint8_t *row = (const uint8_t *)(uintptr_t)rows[r];
         uint32_t cost = fxp_row_bytes(values, fp16);
         for (uint32_t i = 0; i < values; i++)
-            cost += code_of(exponent_of(load16(row + 2 * i), fp16), bases[i]) == FXP_ESCAPE;
+            cost += code_of(exponent_of(value_at(row + 2 * i), fp16), bases[i]) == FXP_ESCAPE;
         costs[r] = (uint16_t)cost;
     }
 }
@@ -209,7 +198,7 @@ static uint8_t *encode_row_portable(const uint8_t *row, uint32_t values, bool fp
     uint8_t *codes = out + values, *high = codes + fxp_codes_bytes(values);
     memset(codes, 0, fxp_row_bytes(values, fp16) - values);
     for (uint32_t i = 0; i < values; i++) {
-        uint16_t value = load16(row + 2 * i);
+        uint16_t value = value_at(row + 2 * i);
         uint32_t exponent = exponent_of(value, fp16), code = code_of(exponent, bases[i]);
         if (code == FXP_ESCAPE) *escapes++ = (uint8_t)exponent;
         put_code(codes, i, values, code);

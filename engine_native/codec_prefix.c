@@ -142,14 +142,14 @@ static void count_channel(const uint64_t *rows, uint32_t count, uint32_t channel
         uint32_t top = 0;
         for (uint32_t r = 0; r < count; r++) {
             const uint8_t *row = (const uint8_t *)(uintptr_t)rows[r];
-            uint32_t exponent = prefix_exponent(prefix_value(row + 2 * channel), fp16);
+            uint32_t exponent = exponent_of(value_at(row + 2 * channel), fp16);
             if (exponent < limit && exponent > top) top = exponent;
         }
         for (uint32_t k = 0; k < 16; k++) counts->counts[k][i] = 0;
         counts->negatives[i] = 0;
         for (uint32_t r = 0; r < count; r++) {
-            uint16_t value = prefix_value((const uint8_t *)(uintptr_t)rows[r] + 2 * channel);
-            uint32_t below = top - prefix_exponent(value, fp16);
+            uint16_t value = value_at((const uint8_t *)(uintptr_t)rows[r] + 2 * channel);
+            uint32_t below = top - exponent_of(value, fp16);
             counts->counts[below < 15 ? below : 15][i]++;
             counts->negatives[i] = (uint16_t)(counts->negatives[i] + (value >> 15));
         }
@@ -231,7 +231,7 @@ static bool patch_one(const prefix_plan *plan, uint32_t channel, uint32_t expone
     if (exponent > plan->exponent_max) return false;
     if (!exception && prefix_symbol(exponent, plan, channel) != PREFIX_ESCAPE) return false;
     if (!row) return true;
-    uint32_t value = prefix_value(row + 2 * channel);
+    uint32_t value = value_at(row + 2 * channel);
     value = plan->fp16 ? (value & 0x83FF) | exponent << 10 : (value & 0x807F) | exponent << 7;
     uint16_t narrow = (uint16_t)value;
     memcpy(row + 2 * channel, &narrow, 2);

@@ -9,6 +9,7 @@
 #ifndef FLASHKV_CODEC_PREFIX_H
 #define FLASHKV_CODEC_PREFIX_H
 #include "flashkv_native.h"
+#include "codec_values.h"
 #include <stdbool.h>
 #include <string.h>
 
@@ -114,19 +115,6 @@ typedef struct {
  * not below `begin`. False where they ran out, or a value had a code of its own. */
 bool fkv_prefix_patch_group(uint64_t escape, uint32_t group, const prefix_plan *plan, uint64_t sign,
                             const uint8_t *begin, const uint8_t **escapes, uint8_t *row);
-
-/* ---- values ---- */
-static inline uint16_t prefix_value(const uint8_t *at)
-{
-    uint16_t value;
-    memcpy(&value, at, 2);
-    return value;
-}
-
-static inline uint32_t prefix_exponent(uint16_t value, bool fp16)
-{
-    return fp16 ? value >> 10 & 0x1F : value >> 7 & 0xFF;
-}
 
 static inline uint32_t prefix_symbol(uint32_t exponent, const prefix_plan *plan, uint32_t channel)
 {

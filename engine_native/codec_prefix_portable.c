@@ -37,8 +37,8 @@ static void group_words(const uint8_t *row, const group_lanes *lanes, bool fp16,
     memset(w, 0, sizeof *w);
     if (low) memset(low, 0, sizeof *low);
     for (uint32_t i = 0, c = lanes->first; i < lanes->in_use; i++, c++) {
-        const uint16_t value = prefix_value(row + 2 * c);
-        const uint32_t symbol = prefix_symbol(prefix_exponent(value, fp16), lanes->plan, c);
+        const uint16_t value = value_at(row + 2 * c);
+        const uint32_t symbol = prefix_symbol(exponent_of(value, fp16), lanes->plan, c);
         for (int k = 0; k < 4; k++) w->symbol[k] |= (uint64_t)(symbol >> k & 1) << i;
         w->sign |= (uint64_t)(value >> 15) << i;
         if (!low) continue;

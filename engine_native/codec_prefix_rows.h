@@ -19,7 +19,7 @@
 #define FLASHKV_CODEC_PREFIX_ROWS_H
 #include "codec_prefix_planes.h"
 
-/* Where a batch begins among the groups of the stripe, in the order of rows. */
+/* Of the group that has `at` before it in the stripe: which of the vector, and of which row. */
 PREFIX_INLINE uint32_t group_of(const prefix_plan *plan, uint32_t at) { return at % plan->groups; }
 PREFIX_INLINE uint32_t row_of(const prefix_plan *plan, uint32_t at) { return at / plan->groups; }
 
@@ -86,9 +86,8 @@ PREFIX_INLINE void put_escapes(const uint64_t *rows, const prefix_plan *plan, bo
         for (uint64_t left = b->escape[i]; left; left &= left - 1) {
             const uint32_t at = b->begin + i, bit = (uint32_t)__builtin_ctzll(left);
             const uint8_t *row = (const uint8_t *)(uintptr_t)rows[row_of(plan, at)];
-            const uint16_t value =
-                prefix_value(row + 2 * (group_of(plan, at) * PREFIX_GROUP + bit));
-            parts->escapes[parts->escape_count++] = (uint8_t)prefix_exponent(value, fp16);
+            const uint16_t value = value_at(row + 2 * (group_of(plan, at) * PREFIX_GROUP + bit));
+            parts->escapes[parts->escape_count++] = (uint8_t)exponent_of(value, fp16);
         }
 }
 

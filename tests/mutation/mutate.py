@@ -49,6 +49,7 @@ TESTS = {
     "codec_bounded": BOUNDED,
     "codec_prefix": [*PREFIX, HALVES],
     "codec_prefix_planes": [*PREFIX, *BOUNDED],
+    "codec_values": [*FXP, *PREFIX],
     "codec_delta": ["tests/native/test_delta.py"],
     "codec_halves": [HALVES],
     "codec_zstd": ["tests/native/test_zstd.py"],
