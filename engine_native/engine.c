@@ -81,8 +81,10 @@ fkv_engine *fkv_engine_open(const fkv_engine_options *options, char *error, size
     pthread_condattr_init(&attributes);
     pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
     pthread_cond_init(&engine->write_done, &attributes);
+    pthread_cond_init(&engine->read_over, &attributes);
     pthread_condattr_destroy(&attributes);
     pthread_mutex_init(&engine->write_lock, NULL);
+    pthread_mutex_init(&engine->read_lock, NULL);
     engine->options = *options;
 
     engine->backend = backend_open(options, error, error_bytes);
@@ -115,6 +117,8 @@ void fkv_engine_close(fkv_engine *engine)
     fkv_pool_free(engine->pool);
     pthread_cond_destroy(&engine->write_done);
     pthread_mutex_destroy(&engine->write_lock);
+    pthread_cond_destroy(&engine->read_over);
+    pthread_mutex_destroy(&engine->read_lock);
     fkv_free(engine);
 }
 

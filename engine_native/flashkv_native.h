@@ -2,7 +2,7 @@
  *
  * Invariants
  *  - no call keeps a pointer of the caller's after it returned, but for fkv_write_submit (until the
- * write's tag was reaped) and fkv_engine_register;
+ * write's tag was reaped), fkv_read_start (until the read is over) and fkv_engine_register;
  *  - every call that can block (I/O, coding) is made with the GIL released by cffi;
  *  - statuses are FKV_OK, another FKV_* below, or a negative errno; flashkv/errors.py alone turns
  * them into Python.
@@ -21,6 +21,7 @@
 #define FKV_IO_ERROR 3 /* the device or file system failed */
 #define FKV_TOO_LARGE 4
 #define FKV_NO_MEMORY 5
+#define FKV_CANCELLED 6 /* given up before it was in place */
 
 /* ---- geometry and the caller's memory ---- */
 #define FKV_DTYPE_OPAQUE 0
@@ -396,11 +397,32 @@ typedef struct {
     uint32_t gap_pages;             /* read through at most so many unwanted pages ... */
     uint32_t amplification_percent; /* ... while pages read <= this share of those wanted (125) */
     fkv_progress *progress;         /* NULL, or layers are read in their order and settled in it */
+    uint32_t flags;                 /* FKV_READ_* */
+    uint32_t reserved;
 } fkv_read_batch;
+#define FKV_READ_BACKGROUND 1 /* after realtime reads, with part of the buffers and the device */
+#define FKV_READ_BOUNCE 2     /* the device never writes to the caller's memory itself */
 
 /* Reads, checks, decodes and scatters all records of the batch; returns when every want has its
  * status. */
 void fkv_read(fkv_engine *engine, const fkv_read_batch *batch);
+
+/* The same, and returns once it was begun: fkv_read_reap() tells `tag` (not 0) when every want has its
+ * status. The batch, all that it points to and the caller's memory stay where they are until then. *job is
+ * set before that can be. FKV_OK, or FKV_NO_MEMORY: nothing was begun. */
+typedef struct fkv_read_job fkv_read_job;
+int fkv_read_start(fkv_engine *engine, const fkv_read_batch *batch, uint64_t tag,
+                   fkv_read_job **job);
+/* Gives a read up: what wasn't issued won't be, what arrives from now on is thrown away; wants that
+ * aren't whole in place become FKV_CANCELLED, and statuses are final, when it returns (it waits for
+ * decoding that is under way, not for the device). 1: the caller's memory is free; 0: a direct read is on
+ * its way there, until the read is over. */
+int fkv_read_cancel(fkv_read_job *job);
+void fkv_read_free(fkv_read_job *job); /* once its tag was reaped */
+/* Tags of reads that are over, each once, at most `room`; waits up to timeout_ms (-1: without limit) for
+ * the first, or for fkv_read_wake(). Returns how many. */
+uint64_t fkv_read_reap(fkv_engine *engine, uint64_t *tags, uint64_t room, int64_t timeout_ms);
+void fkv_read_wake(fkv_engine *engine); /* fkv_read_reap() returns, this time or the next */
 void fkv_header_cache_drop(fkv_engine *engine, uint32_t segment); /* forget a segment's headers */
 
 /* ---- scan: what a segment really holds (recovery of tails, fsck, dump) ---- */

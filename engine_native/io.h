@@ -9,7 +9,8 @@
  *  - result is 0 only if every byte moved: short results are resumed (alignment kept), EINTR and
  * EAGAIN repeated, both up to `retries` times; end of file on a read is -ENODATA; anything else
  * comes back as -errno;
- *  - a failed sync is never repeated.
+ *  - a failed sync is never repeated;
+ *  - what was given up before it was issued moves no byte; what was issued can't be recalled.
  */
 #ifndef FLASHKV_IO_H
 #define FLASHKV_IO_H
@@ -30,18 +31,24 @@ typedef struct fkv_io_op fkv_io_op;
 struct fkv_io_op {
     fkv_io_op *next;
     uint8_t kind;
-    uint8_t iov_count; /* 1 of a write, 0 of a sync */
-    uint8_t iov_first; /* first one with bytes left */
-    uint8_t reserved;
-    uint32_t attempts; /* repeats so far */
+    uint8_t iov_count;  /* 1 of a write, 0 of a sync */
+    uint8_t iov_first;  /* first one with bytes left */
+    uint8_t background; /* realtime operations go before it, see io_queue.h */
+    uint32_t attempts;  /* repeats so far */
     int32_t fd;
     int32_t result;     /* 0 or -errno, valid in complete() */
     uint64_t offset;    /* moves on as short results are resumed */
     uint64_t remaining; /* bytes still to move */
     struct iovec iov[FKV_IO_IOV_MAX];
+    const _Atomic bool *given_up; /* once true it isn't issued any more: -ECANCELED; or NULL */
     void (*complete)(fkv_io_op *op);
     void *owner;
 };
+
+static inline bool fkv_io_given_up(const fkv_io_op *op)
+{
+    return op->given_up != NULL && atomic_load(op->given_up);
+}
 
 /* io_common.c: shared by all backends. What a system call's or CQE's result means for the
  * operation. */
@@ -71,7 +78,7 @@ fkv_backend *fkv_io_uring_open(const fkv_engine_options *options, int *status);
 fkv_backend *fkv_io_threads_open(const fkv_engine_options *options, int *status);
 fkv_backend *fkv_io_sim_open(const fkv_engine_options *options, int *status);
 
-/* ---- pool.c: bounce buffers of two sizes, handed out first come, first served ---- */
+/* ---- pool.c: bounce buffers of two sizes, handed out to realtime before background ---- */
 #define FKV_POOL_SMALL (16u << 10)
 #define FKV_POOL_LARGE ((1u << 20) + (64u << 10))
 typedef struct fkv_pool fkv_pool;
@@ -80,10 +87,12 @@ struct fkv_pool_waiter {
     fkv_pool_waiter *next;
     void (*ready)(fkv_pool_waiter *waiter, uint8_t *buffer); /* never blocks */
     void *owner;
+    bool background;
 };
 fkv_pool *fkv_pool_new(uint64_t bytes); /* at least two large buffers and eight small ones */
 void fkv_pool_free(fkv_pool *pool);
-/* Calls waiter->ready at once where a buffer of that size is free, else when one is given back. */
+/* Calls waiter->ready at once where a buffer of that size is free (of background: beside a reserve), else
+ * when one is given back. */
 void fkv_pool_take(fkv_pool *pool, uint64_t bytes, fkv_pool_waiter *waiter);
 void fkv_pool_give(fkv_pool *pool, uint8_t *buffer);
 uint64_t fkv_pool_in_use(fkv_pool *pool);
@@ -96,6 +105,7 @@ struct fkv_task {
     fkv_task *next;
     void (*run)(fkv_task *task);
     void *owner;
+    bool background;
 };
 typedef struct fkv_workers fkv_workers;
 fkv_workers *fkv_workers_new(uint32_t count);
@@ -117,6 +127,11 @@ struct fkv_engine {
     pthread_cond_t write_done;
     struct fkv_write_state *writes_finished, *writes_finished_last;
     uint64_t writes_inflight; /* submitted and not yet reaped */
+    /* reads that are over and whose tags were not reaped (reader.c) */
+    pthread_mutex_t read_lock;
+    pthread_cond_t read_over;
+    struct fkv_read_job *reads_over, *reads_over_last;
+    bool read_wake;
 };
 
 /* write.c: frees what was finished and never reaped; called once the backend is closed */

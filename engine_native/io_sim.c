@@ -120,13 +120,42 @@ static void list_remove(fkv_sim *sim, sim_op *s)
     *(s->next != NULL ? &s->next->previous : &sim->tail) = s->previous;
 }
 
+/* The device has it from here on. */
+static void issue_to(fkv_sim *sim, fkv_io_op *op, bool dropped)
+{
+    sim_op *s = calloc(1, sizeof *s);
+    if (s == NULL) abort(); /* there is nobody to tell: the test's machine is too small */
+    s->op = op;
+    s->index = sim->submitted++;
+    s->dropped = dropped;
+    s->event = SIM_NEVER;
+    if (!dropped) {
+        sim_identify(sim, s);
+        sim_record_begin(sim, s);
+        sim_arm(sim, s);
+    }
+    s->previous = sim->tail;
+    *(sim->tail != NULL ? &sim->tail->next : &sim->head) = s;
+    sim->tail = s;
+}
+
+static void feed(fkv_sim *sim)
+{
+    for (fkv_io_op *op; (op = fkv_io_queue_take(&sim->queue)) != NULL;)
+        issue_to(sim, op, fkv_io_given_up(op));
+}
+
 /* Settles what was carried out; the lock is held, but not while complete() runs. */
 static void answer(sim_backend *backend, sim_op *s)
 {
     fkv_sim *sim = backend->sim;
     fkv_io_op *op = s->op;
     fkv_engine_counters counted = {0};
-    bool done = fkv_io_settle(op, s->result, backend->retries, &counted) == FKV_IO_DONE;
+    bool done = true;
+    if (s->dropped)
+        op->result = -ECANCELED;
+    else
+        done = fkv_io_settle(op, s->result, backend->retries, &counted) == FKV_IO_DONE;
 
     pthread_mutex_lock(&backend->base.lock);
     fkv_io_counters_add(&backend->base.counters, &counted);
@@ -139,6 +168,10 @@ static void answer(sim_backend *backend, sim_op *s)
     sim_record_end(sim, s);
     list_remove(sim, s);
     sim_answered(sim, s);
+    if (sim->depth != 0) {
+        fkv_io_queue_done(&sim->queue, op);
+        feed(sim);
+    }
     pthread_mutex_unlock(&sim->lock);
     free(s);
     op->complete(op);
@@ -163,7 +196,7 @@ static bool advance(sim_backend *backend, uint64_t *wake_ns)
     bool answers;
     sim_op *s = sim_pick(sim, &answers, wake_ns);
     if (s == NULL) return false;
-    if (!s->carried) {
+    if (!s->carried && !s->dropped) {
         pthread_mutex_unlock(&sim->lock);
         int64_t result = carry_out(s);
         pthread_mutex_lock(&sim->lock);
@@ -211,18 +244,15 @@ static void sim_submit(fkv_backend *base, fkv_io_op *list)
     uint64_t count = 0;
 
     pthread_mutex_lock(&sim->lock);
-    for (fkv_io_op *op = list, *next; op != NULL; op = next, count++) {
-        next = op->next;
-        sim_op *s = calloc(1, sizeof *s);
-        if (s == NULL) abort(); /* there is nobody to tell: the test's machine is too small */
-        s->op = op;
-        s->index = sim->submitted++;
-        sim_identify(sim, s);
-        sim_record_begin(sim, s);
-        sim_arm(sim, s);
-        s->previous = sim->tail;
-        *(sim->tail != NULL ? &sim->tail->next : &sim->head) = s;
-        sim->tail = s;
+    for (const fkv_io_op *op = list; op != NULL; op = op->next) count++;
+    if (sim->depth != 0) {
+        fkv_io_queue_add(&sim->queue, list);
+        feed(sim);
+    } else {
+        for (fkv_io_op *op = list, *next; op != NULL; op = next) {
+            next = op->next;
+            issue_to(sim, op, fkv_io_given_up(op));
+        }
     }
     pthread_mutex_lock(&base->lock);
     base->counters.inflight += count;
@@ -330,6 +360,14 @@ void fkv_sim_free(fkv_sim *sim)
     pthread_cond_destroy(&sim->work);
     pthread_mutex_destroy(&sim->lock);
     free(sim);
+}
+
+void fkv_sim_depth(fkv_sim *sim, uint32_t depth)
+{
+    pthread_mutex_lock(&sim->lock);
+    sim->depth = depth;
+    fkv_io_queue_init(&sim->queue, depth);
+    pthread_mutex_unlock(&sim->lock);
 }
 
 void fkv_sim_inline(fkv_sim *sim, int on)

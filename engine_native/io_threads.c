@@ -2,13 +2,12 @@
  * For kernels and containers without io_uring.
  *
  * Invariants
- *  - operations start in the order in which they were submitted; at most io_threads are at the
- *    device at once;
+ *  - operations start in the order of io_queue.h; at most io_threads are at the device at once;
  *  - counters are added before complete() is called, complete() is called without the lock;
  *  - close() returns when the queue is empty and every thread has ended.
  */
 #include "allocate.h"
-#include "io.h"
+#include "io_queue.h"
 #include <assert.h>
 #include <errno.h>
 #include <unistd.h>
@@ -16,7 +15,7 @@
 typedef struct {
     fkv_backend base;
     pthread_cond_t work;
-    fkv_io_op *head, *tail;
+    fkv_io_queue queue;
     uint32_t idle; /* threads that wait on `work` */
     uint32_t retries;
     bool stopping;
@@ -39,6 +38,11 @@ static int64_t issue(fkv_io_op *op)
     return result < 0 ? -errno : result;
 }
 
+static void wake_idle(threads_backend *threads, uint64_t count)
+{
+    for (uint64_t i = 0; i < count && i < threads->idle; i++) pthread_cond_signal(&threads->work);
+}
+
 static void *thread_main(void *argument)
 {
     threads_backend *threads = argument;
@@ -46,23 +50,29 @@ static void *thread_main(void *argument)
 
     pthread_mutex_lock(lock);
     for (;;) {
-        fkv_io_op *op = threads->head;
+        fkv_io_op *op = fkv_io_queue_take(&threads->queue);
         if (op == NULL) {
-            if (threads->stopping) break;
+            if (threads->stopping && fkv_io_queue_idle(&threads->queue)) break;
             threads->idle++;
             pthread_cond_wait(&threads->work, lock);
             threads->idle--;
             continue;
         }
-        threads->head = op->next;
         pthread_mutex_unlock(lock);
 
         fkv_engine_counters counted = {0};
-        while (fkv_io_settle(op, issue(op), threads->retries, &counted) == FKV_IO_AGAIN) continue;
+        if (fkv_io_given_up(op))
+            op->result = -ECANCELED;
+        else
+            while (fkv_io_settle(op, issue(op), threads->retries, &counted) == FKV_IO_AGAIN)
+                continue;
 
         pthread_mutex_lock(lock);
+        fkv_io_queue_done(&threads->queue, op);
         fkv_io_counters_add(&threads->base.counters, &counted);
         threads->base.counters.inflight--;
+        /* This thread takes the next one itself; background that may run again by now needs more. */
+        wake_idle(threads, threads->stopping ? UINT32_MAX : threads->queue.waiting[1].count > 0);
         pthread_mutex_unlock(lock);
         op->complete(op);
         pthread_mutex_lock(lock);
@@ -74,18 +84,13 @@ static void *thread_main(void *argument)
 static void threads_submit(fkv_backend *backend, fkv_io_op *list)
 {
     threads_backend *threads = (threads_backend *)backend;
-    uint64_t count = 1;
-    fkv_io_op *last = list;
-    for (; last->next != NULL; last = last->next) count++;
+    uint64_t count = 0;
+    for (const fkv_io_op *op = list; op != NULL; op = op->next) count++;
 
     pthread_mutex_lock(&backend->lock);
-    if (threads->head == NULL)
-        threads->head = list;
-    else
-        threads->tail->next = list;
-    threads->tail = last;
+    fkv_io_queue_add(&threads->queue, list);
     backend->counters.inflight += count;
-    for (uint64_t i = 0; i < count && i < threads->idle; i++) pthread_cond_signal(&threads->work);
+    wake_idle(threads, count);
     pthread_mutex_unlock(&backend->lock);
 }
 
@@ -130,6 +135,7 @@ fkv_backend *fkv_io_threads_open(const fkv_engine_options *options, int *status)
     threads->base.unregister_memory = threads_unregister;
     threads->base.close = threads_close;
     threads->retries = options->retries;
+    fkv_io_queue_init(&threads->queue, count);
     pthread_mutex_init(&threads->base.lock, NULL);
     pthread_cond_init(&threads->work, NULL);
     for (; threads->thread_count < count; threads->thread_count++) {

@@ -3,16 +3,17 @@
  * Invariants
  *  - only the ring's thread touches the ring (the kernel enforces it with SINGLE_ISSUER); others
  *    hand over operations and requests to register memory under `lock`;
- *  - at most `depth` operations are in the ring, further ones wait in a queue, first come, first
- *    served; so neither ring can overflow;
+ *  - at most `depth` operations are in the ring, further ones wait in a queue (io_queue.h); so
+ *    neither ring can overflow;
  *  - a completion belongs to an operation only if slot and generation in its user data are those of
  *    that operation;
- *  - nobody writes the eventfd unless the ring's thread may sleep with room in the ring;
+ *  - nobody writes the eventfd unless the ring's thread may sleep with room in the ring for what is
+ *    realtime;
  *  - no linked operations: a short write would cancel what is linked behind it;
  *  - counters are added before complete() is called, complete() is called without the lock.
  */
 #include "allocate.h"
-#include "io.h"
+#include "io_queue.h"
 #include <errno.h>
 
 #ifdef FKV_HAVE_LIBURING
@@ -48,15 +49,10 @@ struct control {
 };
 
 typedef struct {
-    fkv_io_op *head, *tail;
-    uint64_t count;
-} op_queue;
-
-typedef struct {
     fkv_backend base;
 
     /* guarded by base.lock */
-    op_queue intake;
+    fkv_op_list intake;
     control *controls;
     pthread_cond_t changed; /* started, or a control is done */
     bool sleeping;          /* the eventfd must be written to be heard soon */
@@ -66,7 +62,7 @@ typedef struct {
 
     /* the ring thread's own */
     struct io_uring ring;
-    op_queue queue;
+    fkv_io_queue queue;
     uring_slot *slots;
     uint32_t *free_slots;
     uint32_t free_count;
@@ -80,37 +76,6 @@ typedef struct {
     int eventfd;
     pthread_t thread;
 } uring_backend;
-
-/* ---- queues ---- */
-
-static void queue_append(op_queue *queue, op_queue *more)
-{
-    if (more->count == 0) return;
-    if (queue->count == 0)
-        queue->head = more->head;
-    else
-        queue->tail->next = more->head;
-    queue->tail = more->tail;
-    queue->count += more->count;
-    *more = (op_queue){0};
-}
-
-static void queue_add(op_queue *queue, fkv_io_op *op)
-{
-    op->next = NULL;
-    op_queue one = {op, op, 1};
-    queue_append(queue, &one);
-}
-
-static fkv_io_op *queue_take(op_queue *queue)
-{
-    fkv_io_op *op = queue->head;
-    if (op != NULL) {
-        queue->head = op->next;
-        queue->count--;
-    }
-    return op;
-}
 
 /* ---- registered memory (ring thread) ---- */
 
@@ -251,7 +216,19 @@ static void sqe_fill(uring_backend *uring, struct io_uring_sqe *sqe, fkv_io_op *
         io_uring_prep_write(sqe, op->fd, iov->iov_base, bytes, op->offset);
 }
 
-static void issue(uring_backend *uring)
+/* Counters of what was settled are the backend's already. */
+static void complete_all(uring_backend *uring, fkv_op_list *finished)
+{
+    if (finished->count == 0) return;
+    pthread_mutex_lock(&uring->base.lock);
+    uring->base.counters.inflight -= finished->count;
+    pthread_mutex_unlock(&uring->base.lock);
+    for (fkv_io_op *op = fkv_op_list_take(finished); op != NULL; op = fkv_op_list_take(finished))
+        op->complete(op);
+}
+
+/* True: what was given up has left the queue, so that collect() must look again before this thread sleeps. */
+static bool issue(uring_backend *uring)
 {
     if (!uring->wake_armed) {
         struct io_uring_sqe *sqe = sqe_get(uring);
@@ -259,9 +236,16 @@ static void issue(uring_backend *uring)
         io_uring_sqe_set_data64(sqe, WAKE_DATA);
         uring->wake_armed = true;
     }
-    while (uring->free_count > 0 && uring->queue.count > 0) {
+    fkv_op_list dropped = {0};
+    for (fkv_io_op *op; (op = fkv_io_queue_take(&uring->queue)) != NULL;) {
+        if (fkv_io_given_up(op)) {
+            op->result = -ECANCELED;
+            fkv_io_queue_done(&uring->queue, op);
+            fkv_op_list_add(&dropped, op);
+            continue;
+        }
         struct io_uring_sqe *sqe = sqe_get(uring);
-        fkv_io_op *op = queue_take(&uring->queue);
+        assert(uring->free_count > 0);
         uint32_t index = uring->free_slots[--uring->free_count];
         uring_slot *slot = &uring->slots[index];
         slot->op = op;
@@ -269,6 +253,9 @@ static void issue(uring_backend *uring)
         sqe_fill(uring, sqe, op);
         io_uring_sqe_set_data64(sqe, (uint64_t)slot->generation << 32 | index);
     }
+    bool any = dropped.count > 0;
+    complete_all(uring, &dropped);
+    return any;
 }
 
 /* The operation that a completion names, or NULL (a kernel that answers twice). */
@@ -287,7 +274,7 @@ static fkv_io_op *slot_release(uring_backend *uring, uint64_t data)
 static void reap(uring_backend *uring)
 {
     fkv_engine_counters counted = {0};
-    op_queue finished = {0}, again = {0};
+    fkv_op_list finished = {0}, again = {0};
     struct io_uring_cqe *cqe;
     unsigned head, seen = 0;
 
@@ -301,24 +288,23 @@ static void reap(uring_backend *uring)
         fkv_io_op *op = slot_release(uring, cqe->user_data);
         if (op == NULL)
             counted.errors++; /* nobody's: it can finish nothing */
-        else if (fkv_io_settle(op, cqe->res, uring->retries, &counted) == FKV_IO_DONE)
-            queue_add(&finished, op);
-        else
-            queue_add(&again, op);
+        else if (fkv_io_settle(op, cqe->res, uring->retries, &counted) == FKV_IO_DONE) {
+            fkv_io_queue_done(&uring->queue, op);
+            fkv_op_list_add(&finished, op);
+        } else {
+            fkv_op_list_add(&again, op);
+        }
     }
     io_uring_cq_advance(&uring->ring, seen);
 
+    if (finished.count == 0 && again.count == 0 && counted.errors == 0) return;
     /* Before what waits: a half-done operation holds its buffers. */
-    uint64_t again_count = again.count;
-    queue_append(&again, &uring->queue);
-    uring->queue = again;
-    if (finished.count == 0 && again_count == 0 && counted.errors == 0) return;
+    for (fkv_io_op *op; (op = fkv_op_list_take(&again)) != NULL;)
+        fkv_io_queue_again(&uring->queue, op);
     pthread_mutex_lock(&uring->base.lock);
     fkv_io_counters_add(&uring->base.counters, &counted);
-    uring->base.counters.inflight -= finished.count;
     pthread_mutex_unlock(&uring->base.lock);
-    for (fkv_io_op *op = queue_take(&finished); op != NULL; op = queue_take(&finished))
-        op->complete(op);
+    complete_all(uring, &finished);
 }
 
 /* Takes over what others brought, and decides whether they have to wake this thread. False: the
@@ -327,12 +313,13 @@ static bool collect(uring_backend *uring)
 {
     for (;;) {
         pthread_mutex_lock(&uring->base.lock);
-        queue_append(&uring->queue, &uring->intake);
+        fkv_io_queue_add(&uring->queue, uring->intake.head);
+        uring->intake = (fkv_op_list){0};
         control *controls = uring->controls;
         uring->controls = NULL;
         /* A full ring can't take more before a completion, which wakes this thread anyway. */
-        uring->sleeping = controls == NULL && uring->queue.count < uring->free_count;
-        bool end = uring->stopping && uring->queue.count == 0 && uring->free_count == uring->depth;
+        uring->sleeping = controls == NULL && fkv_io_queue_has_room(&uring->queue);
+        bool end = uring->stopping && fkv_io_queue_idle(&uring->queue);
         pthread_mutex_unlock(&uring->base.lock);
         if (controls == NULL) return !end;
         controls_run(uring, controls);
@@ -392,7 +379,7 @@ static void *ring_main(void *argument)
     pthread_mutex_unlock(&uring->base.lock);
     if (status != 0) return NULL;
     while (collect(uring)) {
-        issue(uring);
+        if (issue(uring)) continue;
         wait_for_completions(uring);
         reap(uring);
     }
@@ -408,12 +395,12 @@ static void wake(uring_backend *uring)
 static void uring_submit(fkv_backend *backend, fkv_io_op *list)
 {
     uring_backend *uring = (uring_backend *)backend;
-    op_queue more = {list, list, 1};
+    fkv_op_list more = {list, list, 1};
     for (; more.tail->next != NULL; more.tail = more.tail->next) more.count++;
 
     pthread_mutex_lock(&backend->lock);
     backend->counters.inflight += more.count;
-    queue_append(&uring->intake, &more);
+    fkv_op_list_join(&uring->intake, &more);
     bool must_wake = uring->sleeping;
     uring->sleeping = false;
     pthread_mutex_unlock(&backend->lock);
@@ -499,6 +486,7 @@ fkv_backend *fkv_io_uring_open(const fkv_engine_options *options, int *status)
     uring->base.unregister_memory = uring_unregister;
     uring->base.close = uring_close;
     uring->depth = options->queue_depth;
+    fkv_io_queue_init(&uring->queue, uring->depth);
     uring->retries = options->retries;
     uring->eventfd = -1;
     pthread_mutex_init(&uring->base.lock, NULL);

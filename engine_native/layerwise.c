@@ -134,6 +134,12 @@ void fkv_layers_planned(fkv_reading *reading)
     if (last) start_all(list, count);
 }
 
+void fkv_layers_lost(fkv_extent *extent)
+{
+    fkv_progress *progress = extent->reading->job->batch->progress;
+    if (progress) fkv_progress_fail(progress, extent->header_pages ? 0 : extent->layers.first);
+}
+
 void fkv_layers_done(fkv_extent *extent)
 {
     fkv_progress *progress = extent->reading->job->batch->progress;

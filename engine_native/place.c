@@ -85,7 +85,7 @@ uint8_t *fkv_raw_direct(const fkv_reading *reading, const fkv_read_want *want,
 {
     single_run s = {0};
     uint32_t alignment = reading->job->engine->options.memory_alignment;
-    if (!reading->job->selects_all) return NULL;
+    if (!reading->job->selects_all || reading->job->batch->flags & FKV_READ_BOUNCE) return NULL;
     if (!alignment || want->first_token || (want->token_count && want->token_count != block_tokens))
         return NULL;
     if (block_bytes < FKV_PAGE_BYTES) return NULL;

@@ -2,8 +2,9 @@
  *
  * Invariants
  *  - memory is bounded by the arena: who finds no free buffer waits in the queue of that class,
- *    first come, first served;
- *  - while someone waits for a class, no buffer of it is free;
+ *    first come, first served, realtime before background;
+ *  - a reserve of each class is for realtime alone; while realtime waits for a class, no buffer of
+ *    it is free, while background does, no more than the reserve;
  *  - ready() is called without the lock.
  */
 #include "allocate.h"
@@ -15,14 +16,18 @@
 #define SMALL_SHARE 8 /* one eighth of the arena is small buffers */
 #define SMALL_MIN 8
 #define LARGE_MIN 2
+#define RESERVE_SHARE 4 /* a quarter of each class */
 
 typedef struct {
     uint8_t *base;
     uint64_t size;
     uint32_t count;
     uint32_t free_count;
+    uint32_t reserve;
     uint32_t *free; /* a stack: the buffer given back last is the warmest */
-    fkv_pool_waiter *head, *tail;
+    struct {
+        fkv_pool_waiter *head, *tail;
+    } waiting[2]; /* realtime, background */
 } pool_class;
 
 struct fkv_pool {
@@ -39,6 +44,7 @@ static int class_init(pool_class *class, uint8_t *base, uint64_t size, uint32_t 
     class->base = base;
     class->size = size;
     class->count = count;
+    class->reserve = count / RESERVE_SHARE;
     class->free = fkv_malloc(count * sizeof *class->free);
     if (class->free == NULL) return -1;
     for (class->free_count = 0; class->free_count < count; class->free_count++)
@@ -77,7 +83,8 @@ void fkv_pool_free(fkv_pool *pool)
     if (pool == NULL) return;
     assert(pool->bytes_in_use == 0);
     for (int i = 0; i < CLASSES; i++) {
-        assert(pool->classes[i].head == NULL);
+        assert(pool->classes[i].waiting[0].head == NULL
+               && pool->classes[i].waiting[1].head == NULL);
         fkv_free(pool->classes[i].free);
     }
     fkv_buffer_free(pool->base, pool->length);
@@ -92,16 +99,17 @@ void fkv_pool_take(fkv_pool *pool, uint64_t bytes, fkv_pool_waiter *waiter)
     uint8_t *buffer = NULL;
 
     pthread_mutex_lock(&pool->lock);
-    if (class->free_count > 0) {
+    if (class->free_count > (waiter->background ? class->reserve : 0)) {
         buffer = class->base + class->free[--class->free_count] * class->size;
         pool->bytes_in_use += class->size;
     } else {
+        int kind = waiter->background;
         waiter->next = NULL;
-        if (class->head == NULL)
-            class->head = waiter;
+        if (class->waiting[kind].head == NULL)
+            class->waiting[kind].head = waiter;
         else
-            class->tail->next = waiter;
-        class->tail = waiter;
+            class->waiting[kind].tail->next = waiter;
+        class->waiting[kind].tail = waiter;
         pool->waits++;
     }
     pthread_mutex_unlock(&pool->lock);
@@ -115,9 +123,10 @@ void fkv_pool_give(fkv_pool *pool, uint8_t *buffer)
     assert(index < class->count && buffer == class->base + index * class->size);
 
     pthread_mutex_lock(&pool->lock);
-    fkv_pool_waiter *waiter = class->head;
+    int kind = class->waiting[0].head == NULL && class->free_count >= class->reserve;
+    fkv_pool_waiter *waiter = class->waiting[kind].head;
     if (waiter != NULL) {
-        class->head = waiter->next;
+        class->waiting[kind].head = waiter->next;
     } else {
         assert(class->free_count < class->count);
         class->free[class->free_count++] = (uint32_t)index;

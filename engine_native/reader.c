@@ -75,8 +75,10 @@ static void reading_close(fkv_reading *reading)
     if (atomic_fetch_sub_explicit(&reading->open, 1, memory_order_acq_rel) != 1) return;
     fkv_read_job *job = reading->job;
     pthread_mutex_lock(&job->lock);
-    if (--job->open_records == 0) pthread_cond_signal(&job->done);
+    bool last = --job->open_records == 0, tagged = job->tag != 0;
+    if (last && !tagged) pthread_cond_signal(&job->done);
     pthread_mutex_unlock(&job->lock);
+    if (last && tagged) fkv_read_report(job);
 }
 
 /* ---- extents ---- */
@@ -168,6 +170,14 @@ static uint32_t read_status(int32_t result)
     return passing ? FKV_NO_MEMORY : FKV_IO_ERROR;
 }
 
+void fkv_extent_lost(fkv_extent *extent, uint32_t status)
+{
+    if (extent->header_pages)
+        fkv_reading_fail(extent->reading, status);
+    else
+        fkv_extent_fail(extent, status);
+}
+
 static void extent_run(fkv_task *task)
 {
     fkv_extent *extent = task->owner;
@@ -175,16 +185,17 @@ static void extent_run(fkv_task *task)
     fkv_engine *engine = reading->job->engine;
     op_list list;
     gather_begin(&list);
-    if (extent->op.result < 0) {
-        uint32_t status = read_status(extent->op.result);
-        if (extent->header_pages)
-            fkv_reading_fail(reading, status);
-        else
-            fkv_extent_fail(extent, status);
-    } else if (extent->header_pages) {
-        first_arrived(extent);
+    if (!fkv_place_begin(reading->job)) {
+        fkv_layers_lost(extent); /* who gave up fails its wants */
     } else {
-        fkv_extent_place(extent);
+        if (extent->op.result < 0)
+            fkv_extent_lost(extent, read_status(extent->op.result));
+        else if (extent->header_pages)
+            first_arrived(extent);
+        else
+            fkv_extent_place(extent);
+        extent->placed = true;
+        fkv_place_end(reading->job);
     }
     buffer_give(extent);
     if (extent->header_pages) fkv_layers_planned(reading);
@@ -196,11 +207,14 @@ static void extent_run(fkv_task *task)
 static void extent_complete(fkv_io_op *op)
 {
     fkv_extent *extent = op->owner;
-    extent->task = (fkv_task){.run = extent_run, .owner = extent};
+    fkv_read_job *job = extent->reading->job;
+    extent->task = (fkv_task){
+        .run = extent_run, .owner = extent, .background = job->batch->flags & FKV_READ_BACKGROUND};
+    if (extent->direct) atomic_fetch_sub(&job->direct_flights, 1);
     if (extent->page_count + extent->header_pages <= FKV_EXTENT_INLINE_PAGES)
         extent_run(&extent->task);
     else
-        fkv_workers_push(extent->reading->job->engine->workers, &extent->task);
+        fkv_workers_push(job->engine->workers, &extent->task);
 }
 
 static void extent_ready(fkv_pool_waiter *waiter, uint8_t *buffer)
@@ -218,6 +232,9 @@ static void extent_ready(fkv_pool_waiter *waiter, uint8_t *buffer)
     op->offset = page * FKV_PAGE_BYTES;
     op->complete = extent_complete;
     op->owner = extent;
+    op->background = extent->waiter.background;
+    op->given_up = &extent->reading->job->given_up;
+    if (extent->direct) atomic_fetch_add(&extent->reading->job->direct_flights, 1);
     if (extent->direct) {
         if (head) op->iov[op->iov_count++] = (struct iovec){buffer, head};
         if (extent->direct_bytes)
@@ -251,6 +268,7 @@ void fkv_extent_start(fkv_extent *extent)
                      - extent->direct_bytes;
     extent->waiter.ready = extent_ready;
     extent->waiter.owner = extent;
+    extent->waiter.background = extent->reading->job->batch->flags & FKV_READ_BACKGROUND;
     atomic_fetch_add_explicit(extent->direct ? &engine->direct_reads : &engine->bounced_reads, 1,
                               memory_order_relaxed);
     if (bytes == 0) {
@@ -308,38 +326,77 @@ static void reading_free(fkv_reading *reading)
     fkv_free(reading->needed), fkv_free(reading->stored);
 }
 
+/* Frees what a batch of reads has; nobody uses it any more. */
+static void job_free(fkv_read_job *job)
+{
+    for (uint64_t i = 0; i < job->batch->record_count; i++) reading_free(&job->readings[i]);
+    pthread_cond_destroy(&job->done);
+    pthread_mutex_destroy(&job->lock);
+    fkv_free(job->readings);
+    fkv_free(job);
+}
+
+static fkv_read_job *job_new(fkv_engine *engine, const fkv_read_batch *batch, uint64_t tag)
+{
+    fkv_read_job *job = fkv_calloc(1, sizeof *job);
+    uint64_t count = batch->record_count ? batch->record_count : 1;
+    if (job) job->readings = fkv_calloc(count, sizeof *job->readings);
+    for (uint64_t i = 0; i < batch->want_count; i++) {
+        batch->wants[i].status = job && job->readings ? FKV_OK : FKV_NO_MEMORY;
+        batch->wants[i].failed_layer = job && job->readings ? FKV_NONE : 0;
+    }
+    if (!job || !job->readings) {
+        if (batch->progress) fkv_progress_fail(batch->progress, 0);
+        fkv_free(job);
+        return NULL;
+    }
+    pthread_cond_init(&job->done, NULL);
+    pthread_mutex_init(&job->lock, NULL);
+    job->engine = engine;
+    job->batch = batch;
+    job->tag = tag;
+    job->open_records = batch->record_count;
+    job->selects_all = selects_all(batch);
+    for (uint64_t i = 0; i < batch->record_count; i++) {
+        job->readings[i].job = job;
+        job->readings[i].request = &batch->records[i];
+        atomic_init(&job->readings[i].open, 1);
+    }
+    return job;
+}
+
+/* A tagged one may be gone when this returns. */
+static void job_begin(fkv_read_job *job)
+{
+    const uint64_t count = job->batch->record_count;
+    fkv_reading *readings = job->readings;
+    op_list list;
+    fkv_layers_begin(job);
+    gather_begin(&list);
+    for (uint64_t i = 0; i < count; i++) reading_begin(&readings[i]);
+    gather_end(job->engine, &list);
+    for (uint64_t i = 0; i < count; i++) reading_close(&readings[i]);
+}
+
+int fkv_read_start(fkv_engine *engine, const fkv_read_batch *batch, uint64_t tag,
+                   fkv_read_job **job)
+{
+    assert(tag && batch->record_count);
+    *job = job_new(engine, batch, tag);
+    if (!*job) return FKV_NO_MEMORY;
+    job_begin(*job);
+    return FKV_OK;
+}
+
+void fkv_read_free(fkv_read_job *job) { job_free(job); }
+
 void fkv_read(fkv_engine *engine, const fkv_read_batch *batch)
 {
-    fkv_read_job job = {.engine = engine,
-                        .batch = batch,
-                        .lock = PTHREAD_MUTEX_INITIALIZER,
-                        .done = PTHREAD_COND_INITIALIZER,
-                        .open_records = batch->record_count,
-                        .selects_all = selects_all(batch)};
-    fkv_reading *readings =
-        fkv_calloc(batch->record_count ? batch->record_count : 1, sizeof *readings);
-    for (uint64_t i = 0; i < batch->want_count; i++) {
-        batch->wants[i].status = readings ? FKV_OK : FKV_NO_MEMORY;
-        batch->wants[i].failed_layer = readings ? FKV_NONE : 0;
-    }
-    if (!readings) {
-        if (batch->progress) fkv_progress_fail(batch->progress, 0);
-        return;
-    }
-    fkv_layers_begin(&job);
-    op_list list;
-    gather_begin(&list);
-    for (uint64_t i = 0; i < batch->record_count; i++) {
-        readings[i].job = &job;
-        readings[i].request = &batch->records[i];
-        atomic_init(&readings[i].open, 1);
-        reading_begin(&readings[i]);
-    }
-    gather_end(engine, &list);
-    for (uint64_t i = 0; i < batch->record_count; i++) reading_close(&readings[i]);
-    pthread_mutex_lock(&job.lock);
-    while (job.open_records) pthread_cond_wait(&job.done, &job.lock);
-    pthread_mutex_unlock(&job.lock);
-    for (uint64_t i = 0; i < batch->record_count; i++) reading_free(&readings[i]);
-    fkv_free(readings);
+    fkv_read_job *job = job_new(engine, batch, 0);
+    if (!job) return;
+    job_begin(job);
+    pthread_mutex_lock(&job->lock);
+    while (job->open_records) pthread_cond_wait(&job->done, &job->lock);
+    pthread_mutex_unlock(&job->lock);
+    job_free(job);
 }

@@ -5,7 +5,9 @@
  *  - a record is open while any of its extents is; its wants' statuses are final when it closes;
  *  - a want's status only ever goes from FKV_OK to something else;
  *  - an extent gives its buffer back before its record closes; it waits for nothing while it holds
- * one.
+ * one;
+ *  - once a read is given up nobody but the device writes to the caller's memory, and that only by direct
+ * reads that were issued before.
  */
 #ifndef FLASHKV_READER_H
 #define FLASHKV_READER_H
@@ -17,18 +19,26 @@
 #define FKV_EXTENT_LAYER_PAGES 64 /* the same where layers are waited for */
 #define FKV_EXTENT_INLINE_PAGES 4 /* so little is handled by the thread that reaped it */
 
-typedef struct {
+typedef struct fkv_reading fkv_reading;
+struct fkv_read_job {
     fkv_engine *engine;
     const fkv_read_batch *batch;
+    fkv_reading *readings; /* [record_count] */
     pthread_mutex_t lock;
     pthread_cond_t done;
     uint64_t open_records;
+    uint64_t tag;     /* 0: who waits for the end of all records is told by `done` */
     bool selects_all; /* every layer and head is wanted */
+    struct fkv_read_job *next;
+    /* Giving it up (cancel.c): */
+    _Atomic bool given_up;
+    _Atomic uint32_t placing;        /* extents that write to the caller's memory right now */
+    _Atomic uint64_t direct_flights; /* direct reads that the backend has */
     /* Of a batch whose layers are waited for: */
     uint64_t unplanned; /* records whose extents aren't known yet */
     struct fkv_extent *deferred;
     uint64_t deferred_count;
-} fkv_read_job;
+};
 
 typedef struct {
     uint32_t first, end;
@@ -41,7 +51,7 @@ typedef struct {
 } fkv_range;
 
 typedef struct fkv_extent fkv_extent;
-typedef struct {
+struct fkv_reading {
     fkv_read_job *job;
     const fkv_read_record *request;
     fkv_header *header;
@@ -54,7 +64,7 @@ typedef struct {
     fkv_place_in_memory *stored; /* raw: where vectors lie in a block of stored_tokens tokens */
     uint32_t stored_tokens;
     bool planned; /* its extents are known, or there will be none */
-} fkv_reading;
+};
 
 struct fkv_extent {
     fkv_io_op op;
@@ -70,6 +80,7 @@ struct fkv_extent {
     uint64_t direct_bytes;  /* whole pages that land there; the rest is in the buffer */
     uint32_t want;          /* of a direct read */
     fkv_layer_range layers; /* that it brings, where they are waited for */
+    bool placed;            /* or failed: its wants have their statuses */
     fkv_extent *deferred;
 };
 
@@ -81,6 +92,7 @@ void fkv_want_fail(fkv_reading *reading, uint32_t want, uint32_t status);
 /* From this layer on; those below may be in place. */
 void fkv_want_fail_from(fkv_reading *reading, uint32_t want, uint32_t status, uint32_t layer);
 void fkv_reading_fail(fkv_reading *reading, uint32_t status);
+void fkv_extent_lost(fkv_extent *extent, uint32_t status); /* it doesn't come: fails who needs it */
 static inline fkv_read_want *fkv_want_at(const fkv_reading *reading, uint32_t want)
 {
     return &reading->job->batch->wants[want];
@@ -91,6 +103,12 @@ static inline const uint64_t *fkv_want_pointers(const fkv_reading *reading,
     const fkv_read_batch *batch = reading->job->batch;
     return batch->pointers + (uint64_t)want->target * batch->view->region_count;
 }
+
+/* cancel.c */
+/* Around what writes to the caller's memory, or takes a header for granted. False: the read was given up. */
+bool fkv_place_begin(fkv_read_job *job);
+void fkv_place_end(fkv_read_job *job);
+void fkv_read_report(fkv_read_job *job); /* a tagged one is over */
 
 /* extents.c */
 /* The first read, while the header is not known yet: of it alone where layers are waited for. False: it
@@ -118,6 +136,7 @@ void fkv_layers_begin(fkv_read_job *job);
 void fkv_layers_planned(fkv_reading *reading); /* may start the extents of all records */
 void fkv_layers_defer(fkv_extent *extent);
 void fkv_layers_done(fkv_extent *extent);
+void fkv_layers_lost(fkv_extent *extent); /* those that it was to bring won't come; before it is done */
 fkv_layer_range fkv_layers_of_bytes(const fkv_reading *reading, uint64_t from, uint64_t to);
 uint32_t fkv_entry_layer(const fkv_geometry *geometry, uint32_t entry);
 #endif

@@ -88,6 +88,9 @@ uint64_t fkv_sim_hanging(fkv_sim *sim);
 /* Engines that are opened from here on have no device thread: who submits an operation carries it
  * out, and every one that is due. With workers = 0 in their options nothing runs but the caller. */
 void fkv_sim_inline(fkv_sim *sim, int on);
+/* At most `depth` operations are at the device at once, the others wait as on the other backends
+ * (io_queue.h); 0: none waits. While no engine is open. */
+void fkv_sim_depth(fkv_sim *sim, uint32_t depth);
 /* Answers in an order drawn from the seed among up to `window` operations; 1: as submitted. */
 void fkv_sim_order(fkv_sim *sim, uint32_t window);
 /* A device of `channels` that each take latency_us an operation, which share bytes_per_s. 0: as

@@ -9,7 +9,7 @@
  */
 #ifndef FLASHKV_SIM_STATE_H
 #define FLASHKV_SIM_STATE_H
-#include "io.h"
+#include "io_queue.h"
 #include "sim.h"
 
 #define SIM_KINDS 3 /* READ, WRITE, SYNC */
@@ -30,6 +30,7 @@ struct sim_op {
     bool late;    /* waits for later ones */
     bool early;   /* only the rate holds it back: may be carried out before it is due */
     bool carried; /* out; `result` is known */
+    bool dropped; /* given up while it waited to be issued */
     int64_t result;
     uint64_t event, generation; /* in the recording; SIM_NEVER: not recorded */
     uint32_t inode, alignment;
@@ -47,6 +48,8 @@ struct fkv_sim {
     /* the engine that is open on it, and what it was given to do */
     fkv_backend *backend;
     sim_op *head, *tail;
+    fkv_io_queue queue; /* of a depth: what was not issued yet */
+    uint32_t depth;     /* 0: all is issued at once */
     uint64_t submitted;
     bool stopping; /* nothing is held back any more */
     bool inlined;  /* engines that are opened from here on have no thread */

@@ -78,6 +78,7 @@ static fkv_write_state *state_new(fkv_engine *engine, const fkv_write *write)
         fkv_io_op *op = &state->operations[i];
         uint64_t start = i * bytes;
         op->kind = FKV_IO_WRITE;
+        op->background = 1; /* nobody waits for it as for a read */
         op->fd = write->fd;
         op->offset = write->offset + start;
         op->iov_count = 1;

@@ -6,11 +6,13 @@ blocks.put(keys, tensors)
 blocks.get(keys, destinations)
 """
 
+from flashkv.client import Client
 from flashkv.errors import (
     BackendError,
     BatchResult,
     BlockStatus,
     BusyError,
+    CancelledError,
     CapacityError,
     ClosedError,
     DurabilityError,
@@ -29,6 +31,7 @@ from flashkv.errors import (
     StoreAccessError,
     StoreError,
     SuperblockError,
+    TimedOutError,
 )
 from flashkv.estimate import LoadPlan
 from flashkv.geometry import Group, GroupKind, KVGeometry, MemoryView, Plane, Role
@@ -41,7 +44,7 @@ from flashkv.pipeline import Pipeline, Step
 from flashkv.progress import LayerProgress
 from flashkv.stats import Stats
 from flashkv.store import Store, open  # noqa: A004
-from flashkv.tickets import Client, Milestone, Ticket
+from flashkv.tickets import Milestone, Release, Ticket
 
 __version__ = "0.1.0"
 
@@ -50,6 +53,7 @@ __all__ = [
     "BatchResult",
     "BlockStatus",
     "BusyError",
+    "CancelledError",
     "CapacityError",
     "Client",
     "ClosedError",
@@ -82,6 +86,7 @@ __all__ = [
     "ReadOnlyDestinationError",
     "ReadOnlyStoreError",
     "Regions",
+    "Release",
     "Role",
     "Shard",
     "Stats",
@@ -91,6 +96,7 @@ __all__ = [
     "StoreError",
     "SuperblockError",
     "Ticket",
+    "TimedOutError",
     "open",
     "weights_fingerprint",
 ]

@@ -8,6 +8,7 @@ Invariants
 
 from __future__ import annotations
 
+import math
 import reprlib
 import sys
 from collections.abc import Sequence
@@ -45,6 +46,24 @@ def positive(error: Kind, name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value <= LARGEST:
         raise error(f"{name} must be a number above 0", value=shown(value))
     return float(value)
+
+
+def seconds(error: Kind, name: str, milliseconds: object) -> float:
+    """Seconds of a number of milliseconds, infinity among them."""
+    try:
+        number = float(milliseconds) / 1e3  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if math.isnan(number):
+        raise error(f"{name} must be a number", value=shown(milliseconds))
+    return number
+
+
+def flag(error: Kind, name: str, value: object) -> bool:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise error(f"{name} must be True or False", value=shown(value))
+    return value
 
 
 def whole_numbers(error: Kind, name: str, values: object) -> tuple[int, ...]:

@@ -17,7 +17,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from flashkv import limits
+from flashkv import checks, limits
+from flashkv.errors import OptionsError
 from flashkv.native import dtype_of, ffi, lib, pointer
 
 ENCODE_BLOCK: Final = dtype_of("fkv_encode_block")
@@ -40,6 +41,15 @@ FIDELITIES: Final = {
 """The lower, the nearer to what was put."""
 STAGING_BUFFERS: Final = 4
 """One is filled, one is written, and two keep both busy when records differ in size."""
+
+
+def fidelity_number(name: str, given: str) -> int:
+    """FKV_FIDELITY_* of "exact", "bounded-1" ... "cold". Raises OptionsError."""
+    if given not in FIDELITIES:
+        raise OptionsError(
+            f"{name} must be one of {', '.join(FIDELITIES)}", value=checks.shown(given)
+        )
+    return FIDELITIES[given]
 
 
 class StagingBuffer:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashkv import checks, limits
-from flashkv.codec import FIDELITIES
+from flashkv.codec import FIDELITIES, fidelity_number
 from flashkv.errors import BatchResult, BlockStatus, KeyFormatError, MemoryViewError, OptionsError
 from flashkv.index import NONE, Keys
 
@@ -26,15 +26,6 @@ if TYPE_CHECKING:
 
 BATCH_BYTES: Final = 64 * limits.MIB
 """A record's worth and more; a batch's blocks lie in memory once."""
-
-
-def fidelity_number(name: str, given: str) -> int:
-    """FKV_FIDELITY_* of "exact", "bounded-1" ... "cold". Raises OptionsError."""
-    if given not in FIDELITIES:
-        raise OptionsError(
-            f"{name} must be one of {', '.join(FIDELITIES)}", value=checks.shown(given)
-        )
-    return FIDELITIES[given]
 
 
 def convert(

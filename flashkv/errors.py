@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cache
 from typing import Any
@@ -144,6 +145,14 @@ class BusyError(FlashKVError, BlockingIOError):
     """A limit on work in flight was reached; the call may be repeated later."""
 
 
+class CancelledError(FlashKVError, RuntimeError):
+    """The operation was cancelled before it began."""
+
+
+class TimedOutError(FlashKVError, TimeoutError):
+    """The operation's deadline came before it began."""
+
+
 class OutOfMemoryError(FlashKVError, MemoryError):
     """The native side could not allocate memory; nothing was changed."""
 
@@ -159,6 +168,8 @@ class BlockStatus(IntEnum):
     PRESENT = 7  # put: stored already, skipped
     DUPLICATE = 8  # put: the key came earlier in this batch, the first one wins
     BUSY = 9  # a limit on memory or work in flight was reached
+    TIMED_OUT = 10  # its deadline came first
+    CANCELLED = 11  # given up by who asked for it
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,10 +178,18 @@ class BatchResult:
 
     failed_layers: of a get with progress: int32[N], the first layer of each block that isn't in
     place; -1: all are.
+    held: of a get that was given up: set once the device writes no more to the caller's memory;
+    None: it doesn't by now.
     """
 
     statuses: NDArray[np.uint8]
     failed_layers: NDArray[np.int32] | None = None
+    held: threading.Event | None = None
+
+    def given_up(self, status: BlockStatus, held: threading.Event | None) -> BatchResult:
+        """The same, where blocks that were CANCELLED have this status."""
+        statuses = np.where(self.statuses == BlockStatus.CANCELLED, status, self.statuses)
+        return replace(self, statuses=statuses.astype(np.uint8), held=held)
 
     def _have(self, status: BlockStatus) -> NDArray[np.bool_]:
         have: NDArray[np.bool_] = self.statuses == status
@@ -188,7 +207,9 @@ class BatchResult:
 
     @property
     def lost(self) -> NDArray[np.bool_]:
-        """bool[N]: the block was refused or failed: I/O error, too large, no space, busy."""
+        """bool[N]: the block was refused, failed or given up: I/O error, too large, no space, busy,
+        timed out, cancelled.
+        """
         return ~(self.ok | self.missed | self._have(BlockStatus.DUPLICATE))
 
     @property
@@ -229,6 +250,7 @@ def _status_table() -> NDArray[np.uint8]:
         lib.FKV_IO_ERROR: BlockStatus.IO_ERROR,
         lib.FKV_TOO_LARGE: BlockStatus.BLOCK_TOO_LARGE,
         lib.FKV_NO_MEMORY: BlockStatus.BUSY,
+        lib.FKV_CANCELLED: BlockStatus.CANCELLED,
     }
     table = np.full(256, BlockStatus.IO_ERROR, np.uint8)  # an unknown number is never a success
     table[list(pairs)] = [int(status) for status in pairs.values()]
@@ -245,6 +267,14 @@ def block_statuses(native: NDArray[Any]) -> NDArray[np.uint8]:
     for code in np.unique(signed[signed < 0]).tolist():
         statuses[signed == code] = errno_status(code)
     return statuses
+
+
+def begun(status: int) -> bool:
+    """Whether a native call that begins something did; False: no memory."""
+    from flashkv.native import lib
+
+    assert status in (lib.FKV_OK, lib.FKV_NO_MEMORY), status
+    return bool(status == lib.FKV_OK)
 
 
 def native_ok(status: int) -> bool:

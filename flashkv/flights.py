@@ -12,7 +12,9 @@ Invariants
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -214,3 +216,26 @@ class Flights:
         """Returns once every write of records up to `sequence` has ended, well or not."""
         while self.first_unwritten() <= sequence:
             self.reap(wait=True)
+
+    def holds(self, sequences: NDArray[Any]) -> bool:
+        """Whether the write of one of these records isn't over."""
+        with self.lock:
+            runs = (*self._flying.values(), *self._pending)
+            spans = [(int(run.sequences[0][0]), int(run.sequences[-1][-1])) for run in runs]
+        if not spans or not len(sequences) or int(sequences.max()) < spans[0][0]:
+            return False  # sequences grow
+        return any(
+            bool(((sequences >= first) & (sequences <= last)).any()) for first, last in spans
+        )
+
+    def wait_for(self, sequences: NDArray[Any], wait_ms: float = math.inf) -> bool:
+        """Returns once the writes of these records have ended, well or not, or the time is over.
+
+        Whether there was anything to wait for.
+        """
+        if not self.holds(sequences):
+            return False
+        end = time.monotonic() + wait_ms / 1e3
+        while self.holds(sequences) and time.monotonic() < end:
+            self.reap(wait=True)
+        return True

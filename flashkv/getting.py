@@ -9,39 +9,72 @@ Invariants
 
 from __future__ import annotations
 
+import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from flashkv.asking import Asked, Wanted
 from flashkv.errors import BatchResult, BlockStatus, MemoryViewError
 from flashkv.estimate import flash_bytes
 from flashkv.index import NONE, Keys
 from flashkv.layout import packed_view
-from flashkv.memory import DEFAULT_VIEW, BlockMemory
-from flashkv.progress import LayerProgress
-from flashkv.segment_reader import ReadRequest
+from flashkv.memory import DEFAULT_VIEW
+from flashkv.segment_reader import BegunRead, ReadRequest, SegmentReader
 
 if TYPE_CHECKING:
     from flashkv.namespace import Namespace
     from flashkv.store import Store
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What of each block a get wants.
+def nothing_got(asked: Asked, status: BlockStatus = BlockStatus.MISS) -> BatchResult:
+    """The result of a get that read nothing."""
+    if asked.progress is not None and len(asked.keys):
+        asked.progress.fail()
+    failed = None if asked.progress is None else np.zeros(len(asked.keys), np.int32)
+    return BatchResult(np.full(len(asked.keys), status, np.uint8), failed)
 
-    lengths: uint16[N], tokens that they must have; worst: the least exact FKV_FIDELITY_*.
-    """
 
-    group: int
-    first_token: int
-    token_count: int  # 0: to the block's end
-    lengths: NDArray[np.uint16] | None
-    worst: int | None
-    whole: bool  # all of each block
+class PendingGet:
+    """A get that was begun, and goes on by itself. Ended once, by whoever comes first."""
+
+    def __init__(self, getter: Getter, begun: BegunRead | None, asked: Asked) -> None:
+        self._getter = getter
+        self._begun = begun
+        self._asked = asked
+        self._began = time.perf_counter()
+
+    def when_over(self, call: Callable[[], None]) -> None:
+        """Makes the call once the caller's memory is its own again, whoever ended the get."""
+        if self._begun is None or self._begun.native is None:
+            call()
+        else:
+            self._begun.native.when_over(call)
+
+    def give_up(self) -> bool:
+        """Statuses are final from now on; whether the caller's memory is its own again."""
+        native = None if self._begun is None else self._begun.native
+        return native is None or native.give_up()
+
+    def end(self) -> BatchResult:
+        """The result, of what is over or was given up."""
+        progress = self._asked.progress
+        try:
+            if self._begun is None:
+                return nothing_got(self._asked)
+            statuses = self._getter.reader.finish(self._begun)
+            taken = time.perf_counter() - self._began
+            return self._getter.result(self._asked, self._begun.request, statuses, taken)
+        except BaseException:
+            if progress is not None:
+                progress.fail()
+            raise
+        finally:
+            if progress is not None:
+                progress.end()
 
 
 class Getter:
@@ -54,19 +87,55 @@ class Getter:
         self._shard = namespace.shard.encode()
         self._space = space
 
-    def read(
-        self,
-        keys: Keys,
-        memory: BlockMemory,
-        wanted: Wanted,
-        progress: LayerProgress | None,
-    ) -> BatchResult:
+    @property
+    def reader(self) -> SegmentReader:
+        """Of the store."""
+        return self._store.reader
+
+    def read(self, asked: Asked) -> BatchResult:
         """BlockStatus of each block. Raises MemoryViewError."""
-        store = self._store
-        if not len(keys):
-            return BatchResult(
-                np.zeros(0, np.uint8), None if progress is None else np.zeros(0, np.int32)
-            )
+        if not len(asked.keys):
+            return nothing_got(asked)
+        with self._store.gate:
+            request, digests = self._look_up(asked)
+            began = time.perf_counter()
+            statuses = self.reader.read(request, digests)
+        return self.result(asked, request, statuses, time.perf_counter() - began)
+
+    def read_until(self, asked: Asked, end: float) -> BatchResult:
+        """As read(); what isn't in place at that time of time.monotonic() is TIMED_OUT."""
+        with self._store.gate:
+            pending = self.begin(asked, 1e3 * max(end - time.monotonic(), 0.0))
+            if pending is None:
+                return nothing_got(asked, BlockStatus.TIMED_OUT)
+            free = threading.Event()
+            pending.when_over(free.set)
+            try:
+                over = free.wait(min(max(end - time.monotonic(), 0.0), threading.TIMEOUT_MAX))
+            except BaseException:
+                pending.give_up()
+                raise
+            held = not over and not pending.give_up()
+            return pending.end().given_up(BlockStatus.TIMED_OUT, free if held else None)
+
+    def begin(self, asked: Asked, wait_ms: float) -> PendingGet | None:
+        """Begins to read; None where blocks are still being written after wait_ms: ask again.
+
+        Raises MemoryViewError.
+        """
+        if not len(asked.keys):
+            return PendingGet(self, None, asked)
+        with self._store.gate:
+            request, digests = self._look_up(asked)
+            begun = self.reader.begin(request, digests, wait_ms)
+            if begun is None:
+                self._store.index.unpin(np.ascontiguousarray(request.places["segment"]))
+                return None
+        return PendingGet(self, begun, asked)
+
+    def _look_up(self, asked: Asked) -> tuple[ReadRequest, NDArray[np.uint8]]:
+        """(what is to be read, places pinned, digests). Raises MemoryViewError."""
+        memory, wanted, keys = asked.memory, asked.wanted, asked.keys
         first, count = wanted.first_token, wanted.token_count
         if count > memory.block_tokens:
             raise MemoryViewError(
@@ -75,34 +144,41 @@ class Getter:
                 limit=f"at least {count}",
             )
         digests = keys.digests(self._space)
-        with store.gate:
-            places = store.index.lookup(digests, pin=True)
-            if wanted.worst is not None:
-                self._drop_places(places, places["fidelity"] > wanted.worst)
-            if wanted.lengths is not None:
-                self._drop_places(places, places["tokens"] != wanted.lengths)
-            self._refuse(places, keys, digests, memory.block_tokens, wanted)
-            request = ReadRequest(
-                geometry=self._geometry.native(wanted.group),
-                view=memory.view.pointer,
-                namespace_digest=self._digest,
-                shard=self._shard,
-                keys=keys,
-                places=places,
-                pointers=memory.pointers,
-                first_token=first,
-                token_count=count,
-                progress=progress if memory.in_place else None,
-            )
-            began = time.perf_counter()
-            statuses = store.reader.read(request, digests)
+        places = self._store.index.lookup(digests, pin=True)
+        if wanted.worst is not None:
+            self._drop_places(places, places["fidelity"] > wanted.worst)
+        if wanted.lengths is not None:
+            self._drop_places(places, places["tokens"] != wanted.lengths)
+        self._refuse(places, keys, digests, memory.block_tokens, wanted)
+        request = ReadRequest(
+            geometry=self._geometry.native(wanted.group),
+            view=memory.view.pointer,
+            namespace_digest=self._digest,
+            shard=self._shard,
+            keys=keys,
+            places=places,
+            pointers=memory.pointers,
+            first_token=first,
+            token_count=count,
+            progress=asked.progress if memory.in_place else None,
+            background=asked.background,
+            bounce=asked.bounce,
+            keep=(memory, self._geometry),
+        )
+        return request, digests
+
+    def result(
+        self, asked: Asked, request: ReadRequest, statuses: NDArray[np.uint8], taken_s: float
+    ) -> BatchResult:
+        """The statuses as a result, once memory that finish() spreads is filled; counted."""
+        memory, wanted, progress = asked.memory, asked.wanted, asked.progress
+        places, store, count = request.places, self._store, asked.wanted.token_count
         ok = statuses == BlockStatus.OK
         memory.finish(ok)
-        taken = time.perf_counter() - began
         tokens = np.full(int(ok.sum()), count) if count else places["tokens"][ok]
         store.counters.note_get(statuses, tokens, memory.view.group.token_bytes)
-        if wanted.whole and ok.all():
-            store.load_model.note(float(flash_bytes(places).sum()), taken)
+        if wanted.whole and ok.all() and not asked.background:
+            store.load_model.note(float(flash_bytes(places).sum()), taken_s)
         if progress is None:
             return BatchResult(statuses)
         # Of what failed, a copy that finish() spreads has nothing.

@@ -9,6 +9,7 @@ Invariants
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -155,6 +156,33 @@ def block_memory(
             geometry, group, view, infos=tuple(infos), block_tokens=room, selection=selection
         )
     return BlockMemory(pointers, native, (keepalive, held), finish)
+
+
+def room_for(tokens: Any) -> int | None:
+    """Tokens that a block has room for, where only the counts tell."""
+    if tokens is None:
+        return None
+    counts = checks.array(MemoryViewError, "token counts", tokens)
+    return int(counts.max()) if counts.size and counts.dtype.kind in "iu" else None
+
+
+def memory_bytes(data: Any, count: int) -> int:
+    """About how much memory `count` blocks of it take, told from its outermost shape; 0: who knows.
+
+    Looks at no block, so that it costs the same however many there are.
+    """
+    if isinstance(data, Regions):
+        share = 1.0
+        if data.rows is not None and data.tensors and is_array(data.tensors[0]):
+            sizes = [data.tensors[0].shape[axis] for axis in data.row_axes]
+            share = np.size(data.rows) / max(1, math.prod(sizes))
+        return int(share * sum(memory_bytes(tensor, count) for tensor in data.tensors))
+    if isinstance(data, (list, tuple)):
+        return len(data) * memory_bytes(data[0], 1) if data else 0
+    size = getattr(data, "nbytes", None)
+    if isinstance(size, int):
+        return size
+    return len(data) if isinstance(data, (bytes, bytearray)) else 0
 
 
 def token_counts(tokens: Any, count: int, block_tokens: int) -> NDArray[np.uint16]:

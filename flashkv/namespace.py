@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashkv import checks, limits
-from flashkv.codec import FIDELITIES
-from flashkv.conversion import convert, fidelity_number
+from flashkv import checks
+from flashkv.asking import REALTIME, Asked, GetOptions, ask, deadline
+from flashkv.codec import FIDELITIES, fidelity_number
+from flashkv.conversion import convert
 from flashkv.errors import BatchResult, BlockStatus, KeyFormatError, MemoryViewError, OptionsError
 from flashkv.estimate import LoadPlan, flash_bytes, plan_load
 from flashkv.geometry import KVGeometry, MemoryView
-from flashkv.getting import Getter, Wanted
+from flashkv.getting import Getter, PendingGet
 from flashkv.identity import CHAIN_TOKENS, Identity, Shard, keyspace, token_keys
 from flashkv.index import NONE, Keys
-from flashkv.layout import Selection
 from flashkv.leases import Lease
-from flashkv.memory import block_memory, token_counts
+from flashkv.memory import block_memory, room_for, token_counts
 from flashkv.options import check_codec
 from flashkv.progress import LayerProgress, following
 from flashkv.putting import Blocks, Putter
@@ -189,7 +189,7 @@ class Namespace:
             position = checks.whole(MemoryViewError, "position", position, 0, (1 << 62) - 1)
         number = self.geometry.group_index(group)
         memory = block_memory(
-            data, len(packed), self.geometry, group=number, view=view, block_tokens=_room(tokens)
+            data, len(packed), self.geometry, group=number, view=view, block_tokens=room_for(tokens)
         )
         counts = token_counts(tokens, len(packed), memory.block_tokens)
         if not len(packed):
@@ -215,6 +215,9 @@ class Namespace:
         tokens: Any = None,
         min_fidelity: str | None = None,
         progress: LayerProgress | None = None,
+        priority: str = REALTIME,
+        deadline_ms: float | None = None,
+        bounce: bool = False,
     ) -> BatchResult:
         """Reads blocks into the caller's memory; only the pages that are needed.
 
@@ -229,37 +232,37 @@ class Namespace:
         progress     lower layers are read first, and it tells when each is in place; a block that
                      isn't OK has all layers below its failed_layers. A new one for each get.
                      Memory of a GPU gets all layers at the end.
-        Statuses: OK, MISS, IO_ERROR, BUSY. Raises KeyFormatError, MemoryViewError,
+        priority     "realtime", or "background": behind all that is realtime, with part of the
+                     device's queue and of the buffers.
+        deadline_ms  from now on: blocks that aren't in place by then are TIMED_OUT. The device may
+                     still write to their memory: BatchResult.held tells until when.
+        bounce       the device never writes to the memory itself, so that it is never held; costs
+                     a copy.
+        Statuses: OK, MISS, IO_ERROR, BUSY, TIMED_OUT. Raises KeyFormatError, MemoryViewError,
         ReadOnlyDestinationError, OptionsError, ClosedError.
         """
+        end = deadline(deadline_ms)
         with following(progress):
             self._store.check_open()
-            packed = Keys.pack(keys)
-            number = self.geometry.group_index(group)
-            if progress is not None:
-                progress.check_group(self.geometry, number)
-            first, count = _token_range(token_range)
-            memory = block_memory(
+            asked = self.ask(
+                keys,
                 out,
-                len(packed),
-                self.geometry,
-                group=number,
-                view=view,
-                block_tokens=count or _room(tokens),
-                selection=Selection(_numbers("layers", layers), _numbers("heads", heads)),
-                destination=True,
-                partial=tokens is not None,
-            )
-            worst = None if min_fidelity is None else fidelity_number("min_fidelity", min_fidelity)
-            wanted = Wanted(
-                group=number,
-                first_token=first,
-                token_count=count,
-                lengths=_lengths(tokens, count, len(packed), memory.block_tokens),
-                worst=worst,
-                whole=layers is None and heads is None and token_range is None,
-            )
-            return self._getter.read(packed, memory, wanted, progress)
+                GetOptions(
+                    view, group, layers, heads, token_range, tokens, min_fidelity, progress,
+                    priority, bounce,
+                ),
+            )  # fmt: skip
+            return self._getter.read(asked) if end is None else self._getter.read_until(asked, end)
+
+    def ask(self, keys: KeyBatch, out: Any, options: GetOptions) -> Asked:
+        """What get() would read, its arguments checked. Raises what get() does."""
+        return ask(self.geometry, Keys.pack(keys), out, options)
+
+    def begin(self, asked: Asked, wait_ms: float) -> PendingGet | None:
+        """Begins a get, which goes on by itself; None where blocks are still on their way to the
+        device after wait_ms: ask again. Raises what get() does.
+        """
+        return self._getter.begin(asked, wait_ms)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -332,21 +335,6 @@ class Namespace:
         return f"Namespace({self.identity.model!r}, {self.digest.hex()[:16]})"
 
 
-def _room(tokens: Any) -> int | None:
-    """Tokens that a block has room for, where only the counts tell."""
-    if tokens is None:
-        return None
-    counts = checks.array(MemoryViewError, "token counts", tokens)
-    return int(counts.max()) if counts.size and counts.dtype.kind in "iu" else None
-
-
-def _lengths(tokens: Any, count: int, blocks: int, room: int) -> NDArray[np.uint16] | None:
-    """Tokens that each block must have, where the caller says: uint16[blocks]."""
-    if tokens is None:
-        return None
-    return token_counts(tokens, blocks, limits.BLOCK_TOKENS_MAX if count else room)
-
-
 def _parents(parents: KeyBatch | None, count: int) -> Keys | None:
     """The blocks' parents, one each. Raises KeyFormatError."""
     if parents is None:
@@ -355,21 +343,3 @@ def _parents(parents: KeyBatch | None, count: int) -> Keys | None:
     if len(packed) != count:
         raise KeyFormatError("parents must name one key a block", value=len(packed), limit=count)
     return packed
-
-
-def _numbers(name: str, numbers: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if numbers is None else checks.whole_numbers(MemoryViewError, name, numbers)
-
-
-def _token_range(token_range: tuple[int, int] | None) -> tuple[int, int]:
-    """(first token, count); count 0: to the end."""
-    if token_range is None:
-        return 0, 0
-    start, stop = checks.pair(MemoryViewError, "token_range", token_range)
-    if not 0 <= start < stop <= limits.BLOCK_TOKENS_MAX:
-        raise MemoryViewError(
-            "token_range is no range",
-            value=token_range,
-            limit=f"0 <= start < stop <= {limits.BLOCK_TOKENS_MAX}",
-        )
-    return start, stop - start

@@ -84,6 +84,7 @@ class Options:
     read_buffer_bytes   bounce buffers of all reads together.
     staging_bytes       encoded records on their way to flash.
     header_cache_bytes  decoded record headers.
+    inflight_bytes      callers' memory in tickets that aren't done; see lanes.py.
     segment_bytes       at creation; None: capacity/256 within 4 MiB and 1 GiB, and at least four of
                         the largest records.
     free_floor_bytes    left free on the file system; None: 256 MiB, at most 1 % of it.
@@ -107,6 +108,7 @@ class Options:
     read_buffer_bytes: int | str = limits.READ_BUFFER_BYTES
     staging_bytes: int | str = limits.STAGING_BYTES
     header_cache_bytes: int | str = limits.HEADER_CACHE_BYTES
+    inflight_bytes: int | str = limits.INFLIGHT_BYTES
     segment_bytes: int | str | None = None
     free_floor_bytes: int | str | None = None
     high_watermark: float = 0.95
@@ -143,6 +145,7 @@ class Options:
             "read_buffer_bytes": pool,
             "staging_bytes": pool,
             "header_cache_bytes": (0, limits.BUFFER_BYTES_MAX),
+            "inflight_bytes": (1, limits.INFLIGHT_BYTES_MAX),
             "segment_bytes": (limits.SEGMENT_BYTES_MIN, limits.SEGMENT_BYTES_MAX),
             "free_floor_bytes": (0, 1 << 60),
             "read_gap_bytes": (0, limits.IO_BYTES_MAX),

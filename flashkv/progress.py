@@ -65,7 +65,10 @@ class LayerProgress:
         Raises OptionsError for a layer that the group doesn't have.
         """
         layer = checks.whole(OptionsError, "layer", layer, 0, self.layers - 1)
-        end = math.inf if timeout_ms is None else time.monotonic() + _seconds(timeout_ms)
+        given_s = math.inf
+        if timeout_ms is not None:
+            given_s = checks.seconds(OptionsError, "timeout_ms", timeout_ms)
+        end = time.monotonic() + given_s
         settled = 0
         while settled <= layer:  # in slices: signals are heard between them
             left_ms = 1e3 * (end - time.monotonic())
@@ -109,17 +112,6 @@ def following(progress: LayerProgress | None) -> Iterator[None]:
         raise
     finally:
         progress.end()
-
-
-def _seconds(timeout_ms: float) -> float:
-    """Raises OptionsError for what is no number."""
-    try:
-        seconds = float(timeout_ms) / 1e3
-    except (TypeError, ValueError, OverflowError):
-        seconds = math.nan
-    if math.isnan(seconds):
-        raise OptionsError("timeout_ms must be a number", value=checks.shown(timeout_ms))
-    return seconds
 
 
 def _layers_of(geometry: KVGeometry, group: int) -> int:

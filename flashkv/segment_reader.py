@@ -23,6 +23,7 @@ from flashkv.errors import BlockStatus, block_statuses, damaged_mask, missed_sta
 from flashkv.index import NONE, Index, Keys
 from flashkv.native import address, dtype_of, ffi, lib, pointer
 from flashkv.progress import LayerProgress
+from flashkv.reads import NativeRead, Reads
 from flashkv.segments import Segments
 
 READ_RECORD: Final = dtype_of("fkv_read_record")
@@ -51,7 +52,23 @@ class ReadRequest:
     first_token: int = 0
     token_count: int = 0  # 0: to the block's end
     progress: LayerProgress | None = None  # layers are read in their order
+    background: bool = False
+    bounce: bool = False  # the device never writes to the caller's memory itself
+    keep: object = None  # what owns the caller's memory
     failed_layers: NDArray[np.int32] | None = None  # out, with progress: int32[N], -1: none
+
+
+@dataclass(eq=False)
+class BegunRead:
+    """A read under way, of which finish() tells the end.
+
+    native: None where there was nothing to read. order: of its wants, rows of the batch.
+    """
+
+    request: ReadRequest
+    digests: NDArray[np.uint8]
+    order: NDArray[np.int64]
+    native: NativeRead | None
 
 
 @dataclass
@@ -74,11 +91,15 @@ class SegmentReader:
         *,
         gap_bytes: int,
         amplification: float,
-        wait_written: Callable[[int], bool],
+        reads: Reads,
+        is_unwritten: Callable[[NDArray[Any]], bool],
+        wait_written: Callable[..., bool],
         on_damage: Callable[[NDArray[Any]], None],
         is_stale: Callable[[int, int], bool],
     ) -> None:
-        """wait_written(sequence): returns once records up to it are written; whether it waited.
+        """is_unwritten(sequences): whether the write of one of these records isn't over.
+        wait_written(sequences, wait_ms): returns once they are, or after that time; whether there
+        was cause to wait.
         on_damage(dropped): takes the rows of blocks that left the index.
         is_stale(segment, epoch): whether the segment has another epoch by now (read-only handles).
         """
@@ -88,31 +109,86 @@ class SegmentReader:
         self._io = io
         self._gap_pages = gap_bytes // limits.PAGE_BYTES
         self._amplification_percent = int(amplification * 100)
+        self.reads = reads
+        self._is_unwritten = is_unwritten
         self._wait_written = wait_written
         self._on_damage = on_damage
         self._is_stale = is_stale
 
     def read(self, request: ReadRequest, digests: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """BlockStatus of each block: uint8[N]. Blocks without a place are MISS."""
-        places = request.places
-        native = missed_statuses(len(places))
-        pinned = places["segment"].copy()
+        pinned = request.places["segment"].copy()
+        native = missed_statuses(len(request.places))
         try:
-            rows = np.flatnonzero(places["record"] != NONE)
-            if len(rows) and self._wait_written(int(places["sequence"][rows].max())):
-                # What failed to be written has left the index meanwhile.
-                rows = rows[self._index.lookup(digests[rows])["record"] != NONE]
-            if request.progress is not None:
-                request.failed_layers = np.zeros(len(places), np.int32)
-                if len(rows) < len(places):
-                    request.progress.fail()
-            if len(rows):
-                order, starts = _by_record(places, rows)
-                native[order] = self._read(request, order, starts)
+            sequences = request.places["sequence"][request.places["record"] != NONE]
+            if self._wait_written(sequences):
+                self._look_again(request, digests)
+            order, starts = self._to_read(request)
+            if len(order):
+                batch, wants, keep = self._batch(request, order, starts)
+                lib.fkv_read(self._io.engine, batch)
+                del keep
+                native[order] = self._told(request, order, wants)
         finally:
             self._index.unpin(pinned)
+        return self._statuses(request, digests, native)
+
+    def begin(
+        self, request: ReadRequest, digests: NDArray[np.uint8], wait_ms: float
+    ) -> BegunRead | None:
+        """The same, going on after the call; None where a write of some block isn't over within
+        wait_ms: nothing was done then, pins are the caller's still.
+
+        Pins are given back once the read is over, whatever becomes of this call otherwise.
+        """
+        found = request.places["record"] != NONE
+        if found.any():
+            sequences = request.places["sequence"][found]
+            if self._wait_written(sequences, wait_ms):
+                self._look_again(request, digests)
+            if self._is_unwritten(sequences):
+                return None
+        pinned = request.places["segment"].copy()
+        order, starts = self._to_read(request)
+        begun = BegunRead(request, digests, order, None)
+        if not len(order):
+            self._index.unpin(pinned)
+            return begun
+        batch, wants, keep = self._batch(request, order, starts)
+        begun.native = NativeRead(batch, wants, keep)
+        begun.native.when_over(lambda: self._index.unpin(pinned))
+        self.reads.begin(begun.native)
+        return begun
+
+    def finish(self, begun: BegunRead) -> NDArray[np.uint8]:
+        """BlockStatus of each block of a read that is over, or was given up (CANCELLED)."""
+        native = missed_statuses(len(begun.request.places))
+        if begun.native is not None:
+            native[begun.order] = self._told(begun.request, begun.order, begun.native.wants)
+        return self._statuses(begun.request, begun.digests, native)
+
+    def _look_again(self, request: ReadRequest, digests: NDArray[np.uint8]) -> None:
+        """What failed to be written has left the index meanwhile."""
+        rows = np.flatnonzero(request.places["record"] != NONE)
+        gone = self._index.lookup(digests[rows])["record"] == NONE
+        request.places["record"][rows[gone]] = NONE
+
+    def _to_read(self, request: ReadRequest) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(rows of the batch in the order of their places, where each record begins in it)."""
+        rows = np.flatnonzero(request.places["record"] != NONE)
+        if request.progress is not None:
+            request.failed_layers = np.zeros(len(request.places), np.int32)
+            if len(rows) < len(request.places):
+                request.progress.fail()
+        return _by_record(request.places, rows)
+
+    def _statuses(
+        self, request: ReadRequest, digests: NDArray[np.uint8], native: NDArray[np.uint32]
+    ) -> NDArray[np.uint8]:
+        """What native statuses mean; what was damaged or failed leaves the index."""
         if not native.any():
             return np.zeros(len(native), np.uint8)
+        places = request.places
         damaged = damaged_mask(native)
         if damaged.any():
             self._damage(places, digests, np.flatnonzero(damaged))
@@ -120,9 +196,10 @@ class SegmentReader:
         self._forget(places, digests, np.flatnonzero(statuses == BlockStatus.IO_ERROR))
         return statuses
 
-    def _read(
+    def _batch(
         self, request: ReadRequest, order: NDArray[np.int64], starts: NDArray[np.int64]
-    ) -> NDArray[np.uint32]:
+    ) -> tuple[Any, NDArray[Any], object]:
+        """(fkv_read_batch, its wants, all that it points to)."""
         places = request.places[order]
         fds, epochs, uuids = self._segments.fds, self._segments.epochs, self._segments.uuids
         wants = np.zeros(len(order), READ_WANT)
@@ -159,10 +236,19 @@ class SegmentReader:
         batch.amplification_percent = self._amplification_percent
         if request.progress is not None:
             batch.progress = request.progress.native
-        lib.fkv_read(self._io.engine, batch)
+        if request.background:
+            batch.flags |= lib.FKV_READ_BACKGROUND
+        if request.bounce:
+            batch.flags |= lib.FKV_READ_BOUNCE
+        self.counters.records_read += len(records)
+        return batch, wants, (batch, request, records, wants, held)
+
+    def _told(
+        self, request: ReadRequest, order: NDArray[np.int64], wants: NDArray[Any]
+    ) -> NDArray[np.uint32]:
+        """Native status of each want."""
         if request.failed_layers is not None:
             request.failed_layers[order] = wants["failed_layer"].view(np.int32)  # FKV_NONE: -1
-        self.counters.records_read += len(records)
         statuses: NDArray[np.uint32] = wants["status"].copy()
         return statuses
 
@@ -202,8 +288,8 @@ def _by_record(
 
     A block that is wanted twice begins a record of its own: a record's wants are distinct.
     """
-    if len(rows) == 1:
-        return rows, np.zeros(1, np.int64)
+    if len(rows) <= 1:
+        return rows, np.zeros(len(rows), np.int64)
     some = places[rows]
     order = np.lexsort((some["ordinal"], some["page"], some["segment"]))
     sorted_places = some[order]

@@ -297,6 +297,11 @@ class SegmentWriter:
         if len(dropped):
             self._kills.append((sequence, kill_rows(dropped)))
 
+    def note_damaged(self, dropped: NDArray[Any]) -> None:
+        """Blocks that a read found damaged. From any thread; waits for no put."""
+        with self.flights.lock:
+            self._ready.append(kill_rows(dropped))
+
     def take_kills(self) -> NDArray[Any]:
         """Queued kills whose cause is durable, or that have none; older versions come first."""
         durable = self.sealer.durable_sequence

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from flashkv import limits
 from flashkv.budget import disk_usage
+from flashkv.lanes import Lanes
 from flashkv.native import ffi, lib
 from flashkv.segment_writer import WriterCounters
 from flashkv.segments import SegmentState
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from flashkv.store import Store
 
 
-def snapshot(store: Store, tickets_inflight: int, namespaces: int) -> Stats:
+def snapshot(store: Store, lanes: Lanes, namespaces: int) -> Stats:
     """Everything that Stats names, of an open store."""
     totals = store.index.totals()
     io = store.io.counters()
@@ -54,7 +55,11 @@ def snapshot(store: Store, tickets_inflight: int, namespaces: int) -> Stats:
         writes_inflight=store.io.writes_inflight(),
         leases=len(store.leases),
         lease_refusals=store.leases.refused,
-        tickets_inflight=tickets_inflight,
+        tickets_inflight=lanes.inflight,
+        inflight_bytes=lanes.inflight_bytes,
+        busy_puts=lanes.refused.puts,
+        busy_gets=lanes.refused.gets,
+        reads_inflight=len(store.reads),
         **asdict(counters),
         **_reader(store),
         lost_blocks=writer.lost_blocks,

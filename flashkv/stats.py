@@ -15,8 +15,15 @@ from numpy.typing import NDArray
 from flashkv.errors import BlockStatus
 
 # As plain ints: an enum's attributes cost more than the counting.
-_OK, _MISS, _IO_ERROR, _PRESENT = map(
-    int, (BlockStatus.OK, BlockStatus.MISS, BlockStatus.IO_ERROR, BlockStatus.PRESENT)
+_OK, _MISS, _IO_ERROR, _PRESENT, _CANCELLED = map(
+    int,
+    (
+        BlockStatus.OK,
+        BlockStatus.MISS,
+        BlockStatus.IO_ERROR,
+        BlockStatus.PRESENT,
+        BlockStatus.CANCELLED,
+    ),
 )
 _STATUSES: Final = max(BlockStatus) + 1
 
@@ -36,6 +43,7 @@ class Counters:
     hit_bytes: int = 0
     missed_blocks: int = 0
     failed_reads: int = 0
+    given_up_blocks: int = 0  # of gets: timed out or cancelled
     deleted_blocks: int = 0
     lookups: int = 0
 
@@ -59,6 +67,7 @@ class Counters:
         self.hit_bytes += int(tokens.sum(dtype=np.int64)) * token_bytes
         self.missed_blocks += counts[_MISS]
         self.failed_reads += counts[_IO_ERROR]
+        self.given_up_blocks += counts[_CANCELLED]
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,10 @@ class Stats:
                   cleaning.
     wa_total      all bytes that this process wrote to the store / record bytes accepted.
     compression   logical bytes stored / record bytes written for them.
+    inflight_bytes  callers' memory in tickets that aren't done; busy_puts, busy_gets: submissions
+                  that were answered by BusyError for it.
+    reads_inflight  gets of tickets, and those with a deadline, that the device or a worker has;
+                  those that were given up count until the device is through.
     codec_choice  of codec "auto": the codec of new records, how often it changed, and the speeds
                   that were measured; else empty.
     """
@@ -95,6 +108,10 @@ class Stats:
     leases: int
     lease_refusals: int
     tickets_inflight: int
+    inflight_bytes: int
+    busy_puts: int
+    busy_gets: int
+    reads_inflight: int
     put_blocks: int
     put_bytes: int
     accepted_blocks: int
@@ -106,6 +123,7 @@ class Stats:
     hit_bytes: int
     missed_blocks: int
     failed_reads: int
+    given_up_blocks: int
     deleted_blocks: int
     lookups: int
     damaged_blocks: int

@@ -14,6 +14,7 @@ records, segment_reader turns places into the caller's bytes.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -28,6 +29,7 @@ from numpy.typing import NDArray
 from flashkv import checks, limits, opening
 from flashkv.background import on_a_thread
 from flashkv.budget import make_budget
+from flashkv.client import Client, ClientHooks
 from flashkv.codec import Staging
 from flashkv.codec_choice import CodecChoice, decoder_speeds
 from flashkv.errors import (
@@ -46,12 +48,14 @@ from flashkv.gate import Gate
 from flashkv.geometry import DType, KVGeometry
 from flashkv.identity import Identity, Shard
 from flashkv.index import Index
+from flashkv.lanes import Lanes
 from flashkv.leases import Leases
 from flashkv.manifest import Manifest
 from flashkv.namespace import Namespace
 from flashkv.native import aligned_array
 from flashkv.options import Options
 from flashkv.profiles import check_layers
+from flashkv.reads import Reads
 from flashkv.records import OPAQUE_RECORD_BYTES, RecordLimits
 from flashkv.recovery import Recovery
 from flashkv.registry import Registry
@@ -60,7 +64,7 @@ from flashkv.segment_writer import SegmentWriter
 from flashkv.segments import Segments, SegmentState, decode_header
 from flashkv.space import Space
 from flashkv.stats import Counters, Stats
-from flashkv.tickets import Client, Lanes, Milestone
+from flashkv.tickets import Milestone
 
 
 def open(  # noqa: A001  (the face of the package is flashkv.open)
@@ -129,7 +133,7 @@ class Store:
         self._closed = True
         self._forked = False
         self.gate = Gate(self.check_open)
-        self._lanes = Lanes()
+        self._lanes = Lanes(int(options.inflight_bytes))
         self._clients: set[Client] = set()
         self.registry = Registry(self)
         self._folder = opening.prepare_folder(
@@ -164,6 +168,7 @@ class Store:
         self.store_uuid = block.store_uuid
         self.capacity_bytes = opening.given_capacity(capacity) or block.capacity_bytes
         self.io = opening.open_io(folder, options, files, read_only=self.read_only)
+        self.reads = Reads(self.io)
         self.index = Index()
         self.segments = Segments(folder, self.io, block.segment_bytes, block.store_uuid)
         self.leases = Leases(self.index)
@@ -187,6 +192,8 @@ class Store:
             self.io,
             gap_bytes=int(options.read_gap_bytes),
             amplification=options.read_amplification,
+            reads=self.reads,
+            is_unwritten=self._is_unwritten,
             wait_written=self._wait_written,
             on_damage=self._on_damage,
             is_stale=self._is_stale,
@@ -320,12 +327,12 @@ class Store:
                 blocks_lost=lost,
             )
 
-    def _wait_written(self, sequence: int) -> bool:
-        """Returns once records up to the sequence are written; whether there was cause to wait."""
-        if self.read_only or self.writer.flights.first_unwritten() > sequence:
-            return False
-        self.writer.flights.wait_written(sequence)
-        return True
+    def _is_unwritten(self, sequences: NDArray[Any]) -> bool:
+        return not self.read_only and self.writer.flights.holds(sequences)
+
+    def _wait_written(self, sequences: NDArray[Any], wait_ms: float = math.inf) -> bool:
+        """Returns once these records are written; whether there was cause to wait."""
+        return not self.read_only and self.writer.flights.wait_for(sequences, wait_ms)
 
     def kill(self, dropped: NDArray[Any]) -> None:
         """Logs deleted blocks, durably. Under writer_lock. Raises StoreError."""
@@ -333,8 +340,7 @@ class Store:
 
     def _on_damage(self, dropped: NDArray[Any]) -> None:
         if not self.read_only and len(dropped):
-            with self.writer_lock:
-                self.writer.queue_kills(dropped, 0)
+            self.writer.note_damaged(dropped)
 
     def _is_stale(self, segment: int, epoch: int) -> bool:
         """Whether a live writer has used the segment's space again since this handle was opened."""
@@ -366,9 +372,8 @@ class Store:
         )
         if len(self._clients) >= limits.CLIENTS_MAX:
             raise BusyError("too many clients", value=len(self._clients), limit=limits.CLIENTS_MAX)
-        client = Client(
-            self._lanes, self.check_open, self._reach, self._clients.discard, max_tickets
-        )
+        hooks = ClientHooks(self.check_open, self._reach, self._clients.discard, self.reads.at)
+        client = Client(self._lanes, hooks, max_tickets)
         self._clients.add(client)
         return client
 
@@ -386,7 +391,7 @@ class Store:
 
         with self.gate:
             self.check_open()
-            return snapshot(self, self._lanes.inflight, len(self.registry.ids))
+            return snapshot(self, self._lanes, len(self.registry.ids))
 
     # ---- the end ----
 
@@ -417,7 +422,16 @@ class Store:
             if self._lock is not None:
                 ending.callback(self._lock.release)
                 self._lock = None
-            for name in ("manifest", "segments", "staging", "io", "space", "writer", "leases"):
+            for name in (
+                "manifest",
+                "segments",
+                "staging",
+                "io",
+                "space",
+                "writer",
+                "leases",
+                "reads",
+            ):
                 part = getattr(self, name, None)
                 if part is not None:
                     ending.callback(part.close)
@@ -452,6 +466,8 @@ class Store:
         return f"Store({str(self.path)!r}, {state})"
 
 
+_PARTS = ("manifest", "segments", "staging", "io", "space", "writer", "leases", "reads")
+"""Of a store, those that are closed; the last one first."""
 _handles: weakref.WeakSet[Store] = weakref.WeakSet()
 
 

@@ -28,6 +28,7 @@ from typing import Any, Final
 
 import flashkv
 from flashkv import limits
+from flashkv.client import Client, detached_client
 from flashkv.errors import (
     BatchResult,
     BlockStatus,
@@ -43,7 +44,6 @@ from flashkv.identity import Extra, Identity, Shard
 from flashkv.namespace import Namespace
 from flashkv.options import Options
 from flashkv.store import Store
-from flashkv.tickets import Client, detached_client
 
 log = logging.getLogger(__name__)
 

@@ -58,9 +58,10 @@ from flashkv.connectors.transformers_rows import (
 from flashkv.store import Store
 
 if TYPE_CHECKING:
+    from flashkv.client import Client
     from flashkv.leases import Lease
     from flashkv.namespace import Namespace
-    from flashkv.tickets import Client, Ticket
+    from flashkv.tickets import Ticket
 
 __all__ = [
     "BLOCK_TOKENS",

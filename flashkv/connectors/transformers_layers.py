@@ -20,8 +20,9 @@ with engine_imports("transformers"):
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 if TYPE_CHECKING:
+    from flashkv.client import Client
     from flashkv.leases import Lease
-    from flashkv.tickets import Client, Ticket
+    from flashkv.tickets import Ticket
 
 LAYERS_A_READ: Final = 8
 """Most layers that one read brings; the first ones come alone, since the model waits for them."""

@@ -27,6 +27,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from flashkv.client import Client
 from flashkv.connectors.flusher import Flusher
 from flashkv.connectors.shared_store import SharedStore
 from flashkv.connectors.vllm_model import PagedLayout
@@ -35,7 +36,7 @@ from flashkv.connectors.vllm_plan import Heard, Load, Plan, Save
 from flashkv.connectors.vllm_scheduler import retire
 from flashkv.errors import FlashKVError
 from flashkv.namespace import Namespace
-from flashkv.tickets import Client, Milestone, Ticket
+from flashkv.tickets import Milestone, Ticket
 
 LAYER_GROUP_BYTES: Final = 8 << 20
 """Aim of what one ticket reads of a step's loads: below, its fixed cost shows."""

@@ -36,9 +36,10 @@ from simulation.workload import (
 )
 
 from flashkv import BlockStatus, DurabilityError, Milestone, Store, StoreError
+from flashkv.client import Client
 from flashkv.errors import BatchResult, FlashKVError
 from flashkv.namespace import Namespace
-from flashkv.tickets import Client, Ticket
+from flashkv.tickets import Ticket
 
 NEW_KEYS: Final = tuple(b"new-%d" % number for number in range(3))
 ALL_KEYS: Final = (*KEYS, *FILLERS, *NEW_KEYS, *OTHER_KEYS)

@@ -178,6 +178,12 @@ class Device:
         """Answers out of order among `window` operations; 1: as submitted."""
         lib.fkv_sim_order(self.sim, window)
 
+    def depth(self, depth: int) -> None:
+        """At most so many operations are at the device, the others wait by priority; 0: none
+        waits. While no engine is open.
+        """
+        lib.fkv_sim_depth(self.sim, depth)
+
     def rate(self, bytes_per_s: int = 0, latency_us: int = 0, channels: int = 0) -> None:
         """A device of that speed; 0: no limit."""
         lib.fkv_sim_rate(self.sim, bytes_per_s, latency_us, channels)

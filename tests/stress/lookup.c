@@ -189,6 +189,31 @@ static void layers_check(fkv_progress *progress, const reading *r)
     fkv_progress_free(progress);
 }
 
+/* A read that goes on after the call, and is given up now and then: memory that is said to be free is used
+ * again at once. Threads tell each other which reads are over. */
+static void read_begun(plane *plane, const fkv_read_batch *batch, const reading *r, bool give_up,
+                       uint8_t *const *blocks, uint64_t block_bytes)
+{
+    _Atomic bool over = false;
+    bool unused[BATCH_MAX] = {false};
+    fkv_read_job *job;
+    CHECK(fkv_read_start(plane->engine, batch, (uint64_t)(uintptr_t)&over, &job) == FKV_OK,
+          "%u blocks", r->row_count);
+    bool released = give_up && fkv_read_cancel(job);
+    for (uint32_t i = 0; i < r->row_count; i++) {
+        unused[i] = released && r->wants[i].status == FKV_CANCELLED;
+        if (unused[i]) memset(blocks[r->rows[i]], POISON, block_bytes);
+    }
+    while (!atomic_load(&over)) {
+        uint64_t tags[8];
+        uint64_t count = fkv_read_reap(plane->engine, tags, 8, 1);
+        for (uint64_t i = 0; i < count; i++) atomic_store((_Atomic bool *)(uintptr_t)tags[i], true);
+    }
+    fkv_read_free(job);
+    for (uint32_t i = 0; i < r->row_count; i++)
+        CHECK(!unused[i] || poisoned(blocks[r->rows[i]], block_bytes), "block %u", r->rows[i]);
+}
+
 void plane_read(plane *plane, const key_batch *batch, const plane_view *view,
                 uint8_t *const *blocks, uint32_t first, uint32_t count, bool remove)
 {
@@ -228,12 +253,18 @@ void plane_read(plane *plane, const key_batch *batch, const plane_view *view,
             .amplification_percent = 125,
             .progress = progress,
         };
-        fkv_read(plane->engine, &job);
+        job.flags = (newest & 2 ? FKV_READ_BACKGROUND : 0) | (newest & 4 ? FKV_READ_BOUNCE : 0);
+        uint64_t bytes = (uint64_t)STREAMS * view->view.order.block_tokens * VECTOR_BYTES;
+        if (newest & 8)
+            read_begun(plane, &job, &r, newest & 16, blocks, bytes);
+        else
+            fkv_read(plane->engine, &job);
         if (progress) layers_check(progress, &r);
     }
     fkv_index_unpin(plane->index, r.pinned, batch->count);
     for (uint32_t i = 0; i < r.row_count; i++)
-        found_check(plane, batch, &r, i, floors, ceilings, view, blocks, remove);
+        if (r.wants[i].status != FKV_CANCELLED)
+            found_check(plane, batch, &r, i, floors, ceilings, view, blocks, remove);
     COUNT(plane->counts.hits, r.row_count);
     COUNT(plane->counts.misses, batch->count - r.row_count);
 }

@@ -114,7 +114,7 @@ def build(sanitizer: str) -> Path:
     target = ROOT / "build" / "stress" / f"{sanitizer}-{known.hexdigest()[:16]}"
     if target.exists():
         return target
-    for old in target.parent.glob(f"{sanitizer}-*"):
+    for old in target.parent.glob(f"{sanitizer}-[0-9a-f]*"):
         shutil.rmtree(old) if old.is_dir() else old.unlink()
     objects = target.with_suffix(".objects")
     objects.mkdir(parents=True)
