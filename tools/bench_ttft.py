@@ -181,7 +181,7 @@ def _add_engines(
         threads=settings.threads,
         dtype=settings.engine_dtype,
         bytes_per_token=described["bytes_per_token"],
-        environments=settings.environments,
+        environments=settings.environments.resolve(),  # links and processes lie elsewhere
         on_device=figures["machine"]["file_system"].get("type") not in IN_MEMORY,
     )
     for name in names:
