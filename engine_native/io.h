@@ -41,13 +41,24 @@ struct fkv_io_op {
     uint64_t remaining; /* bytes still to move */
     struct iovec iov[FKV_IO_IOV_MAX];
     const _Atomic bool *given_up; /* once true it isn't issued any more: -ECANCELED; or NULL */
+    _Atomic uint64_t
+        *flights; /* counts it from its issue on, if there is one; the owner ends that */
+    bool issued;
     void (*complete)(fkv_io_op *op);
     void *owner;
 };
 
-static inline bool fkv_io_given_up(const fkv_io_op *op)
+/* Before each issue. False: it was given up, and is over with -ECANCELED. Who gives up and looks at
+ * `flights` afterwards either finds it there or knows that it won't be issued. */
+static inline bool fkv_io_may_issue(fkv_io_op *op)
 {
-    return op->given_up != NULL && atomic_load(op->given_up);
+    bool first = !op->issued;
+    if (op->flights != NULL && first) atomic_fetch_add(op->flights, 1);
+    op->issued = true;
+    if (op->given_up == NULL || !atomic_load(op->given_up)) return true;
+    if (op->flights != NULL && first) atomic_fetch_sub(op->flights, 1);
+    op->issued = !first;
+    return false;
 }
 
 /* io_common.c: shared by all backends. What a system call's or CQE's result means for the
@@ -60,6 +71,7 @@ void fkv_io_counters_add(fkv_engine_counters *sum,
                          const fkv_engine_counters *part); /* what settle counts */
 /* A named thread that takes no signals (they are the embedding process's): 0 or -errno. */
 int fkv_thread_start(pthread_t *thread, const char *name, void *(*run)(void *), void *argument);
+uint64_t fkv_now_ns(void);                        /* of the monotonic clock */
 struct timespec fkv_deadline(int64_t timeout_ms); /* of the monotonic clock, from now on */
 
 typedef struct fkv_backend fkv_backend;

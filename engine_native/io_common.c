@@ -134,6 +134,13 @@ int fkv_thread_start(pthread_t *thread, const char *name, void *(*run)(void *), 
     return -status;
 }
 
+uint64_t fkv_now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
 struct timespec fkv_deadline(int64_t timeout_ms)
 {
     struct timespec deadline;

@@ -1,7 +1,6 @@
 /* io_queue.c: which of the waiting operations goes to the device next. */
 #include "io_queue.h"
 #include <assert.h>
-#include <time.h>
 
 #define REALTIME 0
 #define BACKGROUND 1
@@ -48,27 +47,34 @@ void fkv_io_queue_add(fkv_io_queue *queue, fkv_io_op *list)
     }
 }
 
-static uint64_t now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
-
 static bool realtime_about(const fkv_io_queue *queue)
 {
     if (queue->reads > 0 || queue->waiting[REALTIME].count > 0) return true;
-    return queue->read_ended_ns != 0 && now_ns() - queue->read_ended_ns < FKV_BESIDE_NS;
+    return queue->read_ended_ns != 0 && fkv_now_ns() - queue->read_ended_ns < FKV_BESIDE_NS;
+}
+
+/* Most background operations that may run, whatever realtime does. */
+static uint32_t background_most(const fkv_io_queue *queue)
+{
+    uint32_t most = queue->depth - (queue->depth + 3) / 4;
+    return most > 0 ? most : 1;
 }
 
 static bool background_may(const fkv_io_queue *queue)
 {
     uint32_t running = queue->running[BACKGROUND];
-    if (queue->waiting[BACKGROUND].count == 0) return false;
-    if (running == 0) return true; /* something must end, for somebody to look again */
-    uint32_t most = queue->depth - (queue->depth + 3) / 4;
-    if (running >= most) return false;
-    return running < FKV_BACKGROUND_BESIDE || !realtime_about(queue);
+    if (queue->waiting[BACKGROUND].count == 0 || running >= background_most(queue)) return false;
+    return running < FKV_BACKGROUND_BESIDE || queue->passed >= FKV_PASSED_MAX
+           || !realtime_about(queue);
+}
+
+uint64_t fkv_io_queue_look_ns(const fkv_io_queue *queue)
+{
+    uint32_t running = queue->running[BACKGROUND];
+    bool held_back = queue->waiting[BACKGROUND].count > 0 && running >= FKV_BACKGROUND_BESIDE
+                     && running < background_most(queue);
+    if (!held_back || queue->reads > 0 || queue->waiting[REALTIME].count > 0) return 0;
+    return queue->read_ended_ns + FKV_BESIDE_NS;
 }
 
 fkv_io_op *fkv_io_queue_take(fkv_io_queue *queue)
@@ -99,7 +105,7 @@ static void ended(fkv_io_queue *queue, const fkv_io_op *op)
 void fkv_io_queue_done(fkv_io_queue *queue, const fkv_io_op *op)
 {
     ended(queue, op);
-    if (!op->background && op->kind == FKV_IO_READ) queue->read_ended_ns = now_ns();
+    if (!op->background && op->kind == FKV_IO_READ) queue->read_ended_ns = fkv_now_ns();
 }
 
 void fkv_io_queue_again(fkv_io_queue *queue, fkv_io_op *op)

@@ -4,8 +4,8 @@
  *  - of a class, first come, first served; what is done again goes to its front;
  *  - a class never shuts the other out: background has part of the depth only, less while realtime
  *    reads are about, and after FKV_PASSED_MAX realtime operations that passed it one of its own goes;
- *  - where background waits, one of it runs, or realtime has every slot: who takes again after each
- *    end needs no clock to wake up by.
+ *  - who takes again after each end, and when fkv_io_queue_look_ns() says, leaves nothing waiting that
+ *    could go.
  *
  * No lock of its own: it belongs to a backend's thread, or lies under a backend's lock.
  */
@@ -42,6 +42,8 @@ void fkv_io_queue_add(fkv_io_queue *queue, fkv_io_op *list); /* linked by next, 
 fkv_io_op *fkv_io_queue_take(fkv_io_queue *queue);
 void fkv_io_queue_done(fkv_io_queue *queue, const fkv_io_op *op);
 void fkv_io_queue_again(fkv_io_queue *queue, fkv_io_op *op); /* it goes before what waits */
+/* When, on the monotonic clock, background may go on merely because time has passed; 0: it needn't. */
+uint64_t fkv_io_queue_look_ns(const fkv_io_queue *queue);
 static inline bool fkv_io_queue_idle(const fkv_io_queue *queue)
 {
     return queue->waiting[0].count + queue->waiting[1].count == 0

@@ -142,7 +142,7 @@ static void issue_to(fkv_sim *sim, fkv_io_op *op, bool dropped)
 static void feed(fkv_sim *sim)
 {
     for (fkv_io_op *op; (op = fkv_io_queue_take(&sim->queue)) != NULL;)
-        issue_to(sim, op, fkv_io_given_up(op));
+        issue_to(sim, op, !fkv_io_may_issue(op));
 }
 
 /* Settles what was carried out; the lock is held, but not while complete() runs. */
@@ -215,8 +215,12 @@ static void *device_main(void *argument)
     prctl(PR_SET_TIMERSLACK, 1000); /* ns: a rate is kept to more closely than by default */
 
     pthread_mutex_lock(&sim->lock);
-    while (!sim->stopping || sim->head != NULL)
-        if (!advance(backend, &wake_ns)) sleep_until(sim, wake_ns);
+    while (!sim->stopping || sim->head != NULL) {
+        if (advance(backend, &wake_ns)) continue;
+        uint64_t look_ns = fkv_io_queue_look_ns(&sim->queue);
+        sleep_until(sim, look_ns != 0 && look_ns < wake_ns ? look_ns : wake_ns);
+        feed(sim);
+    }
     pthread_mutex_unlock(&sim->lock);
     return NULL;
 }
@@ -251,7 +255,7 @@ static void sim_submit(fkv_backend *base, fkv_io_op *list)
     } else {
         for (fkv_io_op *op = list, *next; op != NULL; op = next) {
             next = op->next;
-            issue_to(sim, op, fkv_io_given_up(op));
+            issue_to(sim, op, !fkv_io_may_issue(op));
         }
     }
     pthread_mutex_lock(&base->lock);

@@ -43,6 +43,17 @@ static void wake_idle(threads_backend *threads, uint64_t count)
     for (uint64_t i = 0; i < count && i < threads->idle; i++) pthread_cond_signal(&threads->work);
 }
 
+static void wait_for_work(threads_backend *threads)
+{
+    uint64_t look_ns = fkv_io_queue_look_ns(&threads->queue);
+    struct timespec look = {.tv_sec = (time_t)(look_ns / 1000000000u),
+                            .tv_nsec = (long)(look_ns % 1000000000u)};
+    if (look_ns == 0)
+        pthread_cond_wait(&threads->work, &threads->base.lock);
+    else
+        pthread_cond_timedwait(&threads->work, &threads->base.lock, &look);
+}
+
 static void *thread_main(void *argument)
 {
     threads_backend *threads = argument;
@@ -54,14 +65,14 @@ static void *thread_main(void *argument)
         if (op == NULL) {
             if (threads->stopping && fkv_io_queue_idle(&threads->queue)) break;
             threads->idle++;
-            pthread_cond_wait(&threads->work, lock);
+            wait_for_work(threads);
             threads->idle--;
             continue;
         }
         pthread_mutex_unlock(lock);
 
         fkv_engine_counters counted = {0};
-        if (fkv_io_given_up(op))
+        if (!fkv_io_may_issue(op))
             op->result = -ECANCELED;
         else
             while (fkv_io_settle(op, issue(op), threads->retries, &counted) == FKV_IO_AGAIN)
@@ -137,12 +148,19 @@ fkv_backend *fkv_io_threads_open(const fkv_engine_options *options, int *status)
     threads->retries = options->retries;
     fkv_io_queue_init(&threads->queue, count);
     pthread_mutex_init(&threads->base.lock, NULL);
-    pthread_cond_init(&threads->work, NULL);
+    pthread_condattr_t attributes;
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(&threads->work, &attributes);
+    pthread_condattr_destroy(&attributes);
     for (; threads->thread_count < count; threads->thread_count++) {
         *status = fkv_thread_start(&threads->threads[threads->thread_count], "fkv-io", thread_main,
                                    threads);
         if (*status != 0) break;
     }
+    pthread_mutex_lock(&threads->base.lock);
+    threads->queue.depth = threads->thread_count;
+    pthread_mutex_unlock(&threads->base.lock);
     if (threads->thread_count == 0) { /* some threads are enough, none are not */
         threads_close(&threads->base);
         return NULL;

@@ -26,7 +26,8 @@
 #define REGIONS_MAX 64                /* registered buffers */
 #define REGION_BYTES_MAX (1ull << 30) /* the kernel's limit of one */
 #define WAKE_DATA UINT64_MAX          /* user data of the eventfd's read */
-#define PAUSE_NS 1000000              /* before a kernel short of memory is entered again */
+#define NS_PER_S 1000000000u
+#define PAUSE_NS 1000000 /* before a kernel short of memory is entered again */
 
 typedef struct {
     fkv_io_op *op;
@@ -238,7 +239,7 @@ static bool issue(uring_backend *uring)
     }
     fkv_op_list dropped = {0};
     for (fkv_io_op *op; (op = fkv_io_queue_take(&uring->queue)) != NULL;) {
-        if (fkv_io_given_up(op)) {
+        if (!fkv_io_may_issue(op)) {
             op->result = -ECANCELED;
             fkv_io_queue_done(&uring->queue, op);
             fkv_op_list_add(&dropped, op);
@@ -328,8 +329,18 @@ static bool collect(uring_backend *uring)
 
 static void wait_for_completions(uring_backend *uring)
 {
-    int status = io_uring_submit_and_wait(&uring->ring, 1);
-    if (status >= 0 || status == -EINTR || status == -EBUSY) return;
+    uint64_t look_ns = fkv_io_queue_look_ns(&uring->queue);
+    int status;
+    if (look_ns == 0) {
+        status = io_uring_submit_and_wait(&uring->ring, 1);
+    } else {
+        uint64_t now_ns = fkv_now_ns(), left_ns = look_ns > now_ns ? look_ns - now_ns : 1;
+        struct __kernel_timespec left = {.tv_sec = (int64_t)(left_ns / NS_PER_S),
+                                         .tv_nsec = (long long)(left_ns % NS_PER_S)};
+        struct io_uring_cqe *first;
+        status = io_uring_submit_and_wait_timeout(&uring->ring, &first, 1, &left, NULL);
+    }
+    if (status >= 0 || status == -EINTR || status == -EBUSY || status == -ETIME) return;
     /* Nothing else is expected here; what is in the ring stays valid and is tried again. */
     assert(status == -EAGAIN || status == -ENOMEM);
     nanosleep(&(struct timespec){.tv_nsec = PAUSE_NS}, NULL);

@@ -16,7 +16,7 @@
 #define SMALL_SHARE 8 /* one eighth of the arena is small buffers */
 #define SMALL_MIN 8
 #define LARGE_MIN 2
-#define RESERVE_SHARE 4 /* a quarter of each class */
+#define RESERVE_SHARE 4 /* a quarter of each class, at least one */
 
 typedef struct {
     uint8_t *base;
@@ -44,7 +44,7 @@ static int class_init(pool_class *class, uint8_t *base, uint64_t size, uint32_t 
     class->base = base;
     class->size = size;
     class->count = count;
-    class->reserve = count / RESERVE_SHARE;
+    class->reserve = count / RESERVE_SHARE > 0 ? count / RESERVE_SHARE : 1;
     class->free = fkv_malloc(count * sizeof *class->free);
     if (class->free == NULL) return -1;
     for (class->free_count = 0; class->free_count < count; class->free_count++)

@@ -210,7 +210,7 @@ static void extent_complete(fkv_io_op *op)
     fkv_read_job *job = extent->reading->job;
     extent->task = (fkv_task){
         .run = extent_run, .owner = extent, .background = job->batch->flags & FKV_READ_BACKGROUND};
-    if (extent->direct) atomic_fetch_sub(&job->direct_flights, 1);
+    if (op->flights && op->issued) atomic_fetch_sub(op->flights, 1);
     if (extent->page_count + extent->header_pages <= FKV_EXTENT_INLINE_PAGES)
         extent_run(&extent->task);
     else
@@ -234,7 +234,7 @@ static void extent_ready(fkv_pool_waiter *waiter, uint8_t *buffer)
     op->owner = extent;
     op->background = extent->waiter.background;
     op->given_up = &extent->reading->job->given_up;
-    if (extent->direct) atomic_fetch_add(&extent->reading->job->direct_flights, 1);
+    op->flights = extent->direct ? &extent->reading->job->direct_flights : NULL;
     if (extent->direct) {
         if (head) op->iov[op->iov_count++] = (struct iovec){buffer, head};
         if (extent->direct_bytes)

@@ -33,7 +33,7 @@ struct fkv_read_job {
     /* Giving it up (cancel.c): */
     _Atomic bool given_up;
     _Atomic uint32_t placing;        /* extents that write to the caller's memory right now */
-    _Atomic uint64_t direct_flights; /* direct reads that the backend has */
+    _Atomic uint64_t direct_flights; /* direct reads that the device has */
     /* Of a batch whose layers are waited for: */
     uint64_t unplanned; /* records whose extents aren't known yet */
     struct fkv_extent *deferred;

@@ -24,13 +24,6 @@ static_assert(FKV_SIM_READ == FKV_IO_READ && FKV_SIM_WRITE == FKV_IO_WRITE
                   && FKV_SIM_SYNC == FKV_IO_SYNC,
               "kinds are those of operations");
 
-uint64_t sim_now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * NS_PER_S + (uint64_t)now.tv_nsec;
-}
-
 /* A number that depends on every bit of the seed and the index. */
 static uint64_t draw(uint64_t seed, uint64_t index)
 {
@@ -63,7 +56,7 @@ static const fkv_sim_fault *fault_of(const fkv_sim *sim, uint32_t kind, uint64_t
  * device down. */
 static uint64_t done_at(fkv_sim *sim, const fkv_io_op *op, uint64_t extra_ns)
 {
-    uint64_t start = sim_now_ns(), *channel = NULL;
+    uint64_t start = fkv_now_ns(), *channel = NULL;
     for (uint32_t i = 0; i < sim->channels; i++)
         if (channel == NULL || sim->channel_free_ns[i] < *channel)
             channel = &sim->channel_free_ns[i];
@@ -108,7 +101,7 @@ sim_op *sim_pick(fkv_sim *sim, bool *answer, uint64_t *wake_ns)
 {
     sim_op *ready = NULL, *late = NULL, *early = NULL;
     bool others = false;
-    uint64_t now = sim_now_ns();
+    uint64_t now = fkv_now_ns();
 
     *wake_ns = SIM_NEVER;
     for (sim_op *s = sim->head; s != NULL; s = s->next) {

@@ -74,8 +74,6 @@ struct fkv_sim {
     uint64_t channel_free_ns[SIM_CHANNELS_MAX], transfer_free_ns;
 };
 
-uint64_t sim_now_ns(void);
-
 void sim_drain(fkv_sim *sim); /* io_sim.c: with no thread, carries out what is due */
 
 /* ---- all with sim->lock held ---- */

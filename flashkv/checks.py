@@ -12,6 +12,7 @@ import math
 import reprlib
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -49,11 +50,12 @@ def positive(error: Kind, name: str, value: object) -> float:
 
 
 def seconds(error: Kind, name: str, milliseconds: object) -> float:
-    """Seconds of a number of milliseconds, infinity among them."""
-    try:
-        number = float(milliseconds) / 1e3  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
+    """Seconds of a number of milliseconds (Python's or numpy's), infinity among them."""
+    kinds = (int, float, np.integer, np.floating)
+    number = math.nan
+    if isinstance(milliseconds, kinds) and not isinstance(milliseconds, bool):
+        with suppress(OverflowError):
+            number = float(milliseconds) / 1e3
     if math.isnan(number):
         raise error(f"{name} must be a number", value=shown(milliseconds))
     return number

@@ -13,18 +13,20 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod
 
 from flashkv import checks, limits
 from flashkv.asking import Asked, GetOptions, deadline
 from flashkv.errors import BusyError, ClosedError, OptionsError
 from flashkv.lanes import Lane, Lanes
 from flashkv.memory import memory_bytes
-from flashkv.operations import AGAIN, Operation, Work
+from flashkv.operations import AGAIN, Operation, OperationHooks, Work
 from flashkv.progress import LayerProgress
 from flashkv.tickets import Milestone, Ticket
 
@@ -39,13 +41,13 @@ class ClientHooks:
     check_open()      raises where the store's handle is dead.
     reach(milestone)  returns once everything captured so far has come that far.
     forget(client)    it was closed.
-    at(when, call)    makes a quick call at a time of time.monotonic().
+    at(when, call)    makes call()() at a time of time.monotonic(); None: it isn't wanted any more.
     """
 
     check_open: Callable[[], None]
     reach: Callable[[Milestone], None]
     forget: Callable[[Client], None]
-    at: Callable[[float, Callable[[], None]], None]
+    at: Callable[[float, Callable[[], Callable[[], None] | None]], None]
 
 
 class Client:
@@ -65,6 +67,7 @@ class Client:
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._accepts = True
         self._closed = False
+        self._told = OperationHooks(self._over, self._free, self._later)
 
     # ---- submitting ----
 
@@ -124,11 +127,13 @@ class Client:
 
         def work(_: Ticket) -> Any:
             nonlocal asked
+            wait_ms = 0
             if asked is None:
+                wait_ms = limits.WRITE_WAIT_MS
                 asked = namespace.ask(keys, out, asked_for)
                 if asked.progress is not None:
                     asked.progress.begin()
-            pending = namespace.begin(asked, limits.WRITE_WAIT_MS)
+            pending = namespace.begin(asked, wait_ms)
             return AGAIN if pending is None else pending
 
         return self._submit(
@@ -192,11 +197,20 @@ class Client:
             self._next_id += 1
             self._open += 1
             self._running += 1
-        operation = Operation(ticket, work, lane, self._lanes, blocks, size, self._over, self._free)
-        if end is not None:
-            self._hooks.at(end, operation.time_out)
-        self._lanes.submit(operation.run, lane)
+        operation = Operation(ticket, work, lane, self._lanes, blocks, size, self._told)
+        try:
+            if end is not None:
+                # Not held by its deadline: it may be over long before.
+                self._hooks.at(end, WeakMethod(operation.time_out))
+            self._lanes.submit(operation.run, lane)
+        except BaseException as error:
+            operation.fail(error)
+            if not isinstance(error, Exception):
+                raise
         return ticket
+
+    def _later(self, call: Callable[[], None]) -> None:
+        self._hooks.at(time.monotonic() + limits.WRITE_LOOK_MS / 1e3, lambda: call)
 
     def _over(self, ticket: Ticket, error: BaseException | None) -> None:
         with self._lock:

@@ -236,6 +236,7 @@ class Flights:
         if not self.holds(sequences):
             return False
         end = time.monotonic() + wait_ms / 1e3
+        self.reap(wait=False)
         while self.holds(sequences) and time.monotonic() < end:
             self.reap(wait=True)
         return True

@@ -9,10 +9,11 @@ Invariants
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,11 @@ from flashkv.segment_reader import BegunRead, ReadRequest, SegmentReader
 if TYPE_CHECKING:
     from flashkv.namespace import Namespace
     from flashkv.store import Store
+
+
+PROBE_MS: Final = 100
+"""Whoever must not wait for the device waits so long for proof that a block is as long as the index
+says; without one it is a miss."""
 
 
 def nothing_got(asked: Asked, status: BlockStatus = BlockStatus.MISS) -> BatchResult:
@@ -105,15 +111,16 @@ class Getter:
     def read_until(self, asked: Asked, end: float) -> BatchResult:
         """As read(); what isn't in place at that time of time.monotonic() is TIMED_OUT."""
         with self._store.gate:
-            pending = self.begin(asked, 1e3 * max(end - time.monotonic(), 0.0))
-            if pending is None:
-                return nothing_got(asked, BlockStatus.TIMED_OUT)
-            free = threading.Event()
-            pending.when_over(free.set)
+            pending, free = None, threading.Event()
             try:
+                pending = self.begin(asked, 1e3 * max(end - time.monotonic(), 0.0))
+                if pending is None:
+                    return nothing_got(asked, BlockStatus.TIMED_OUT)
+                pending.when_over(free.set)
                 over = free.wait(min(max(end - time.monotonic(), 0.0), threading.TIMEOUT_MAX))
             except BaseException:
-                pending.give_up()
+                if pending is not None:
+                    pending.give_up()
                 raise
             held = not over and not pending.give_up()
             return pending.end().given_up(BlockStatus.TIMED_OUT, free if held else None)
@@ -126,14 +133,13 @@ class Getter:
         if not len(asked.keys):
             return PendingGet(self, None, asked)
         with self._store.gate:
-            request, digests = self._look_up(asked)
+            request, digests = self._look_up(asked, PROBE_MS)
             begun = self.reader.begin(request, digests, wait_ms)
-            if begun is None:
-                self._store.index.unpin(np.ascontiguousarray(request.places["segment"]))
-                return None
-        return PendingGet(self, begun, asked)
+        return None if begun is None else PendingGet(self, begun, asked)
 
-    def _look_up(self, asked: Asked) -> tuple[ReadRequest, NDArray[np.uint8]]:
+    def _look_up(
+        self, asked: Asked, probe_ms: float = math.inf
+    ) -> tuple[ReadRequest, NDArray[np.uint8]]:
         """(what is to be read, places pinned, digests). Raises MemoryViewError."""
         memory, wanted, keys = asked.memory, asked.wanted, asked.keys
         first, count = wanted.first_token, wanted.token_count
@@ -149,7 +155,7 @@ class Getter:
             self._drop_places(places, places["fidelity"] > wanted.worst)
         if wanted.lengths is not None:
             self._drop_places(places, places["tokens"] != wanted.lengths)
-        self._refuse(places, keys, digests, memory.block_tokens, wanted)
+        self._refuse(places, keys, digests, memory.block_tokens, wanted, probe_ms)
         request = ReadRequest(
             geometry=self._geometry.native(wanted.group),
             view=memory.view.pointer,
@@ -196,6 +202,7 @@ class Getter:
         digests: NDArray[np.uint8],
         room: int,
         wanted: Wanted,
+        probe_ms: float,
     ) -> None:
         """Places that can't be read into this memory become absent, or are an error of the
         caller's.
@@ -207,7 +214,7 @@ class Getter:
         other = found & ((places["group"] != group) | (taken < 1) | (first + taken > tokens))
         small = found & ~other & (taken > room)
         for row in np.flatnonzero(small).tolist():
-            if not self._has_last_token(row, keys, digests, group):
+            if not self._has_last_token(row, keys, digests, group, probe_ms):
                 continue
             self._store.index.unpin(np.ascontiguousarray(places["segment"]))
             raise MemoryViewError(
@@ -218,8 +225,10 @@ class Getter:
             )
         self._drop_places(places, other | small)
 
-    def _has_last_token(self, row: int, keys: Keys, digests: NDArray[np.uint8], group: int) -> bool:
-        """Whether a block's record bears out how long the index says it is.
+    def _has_last_token(
+        self, row: int, keys: Keys, digests: NDArray[np.uint8], group: int, probe_ms: float
+    ) -> bool:
+        """Whether a block's record bears out how long the index says it is, within that time.
 
         A directory that says too much is damage, not an error of the caller's: the reader counts
         and drops it.
@@ -238,8 +247,19 @@ class Getter:
             first_token=max(int(place["tokens"][0]) - 1, 0),
             token_count=1,
         )
-        statuses = self._store.reader.read(request, digests[row : row + 1])
-        return bool(statuses[0] != BlockStatus.MISS)
+        if probe_ms == math.inf:
+            statuses = self.reader.read(request, digests[row : row + 1])
+            return bool(statuses[0] != BlockStatus.MISS)
+        request.keep = memory
+        begun = self.reader.begin(request, digests[row : row + 1], probe_ms)
+        if begun is None or begun.native is None:
+            return False
+        over = threading.Event()
+        begun.native.when_over(over.set)
+        if not over.wait(probe_ms / 1e3):
+            begun.native.give_up()
+        statuses = self.reader.finish(begun)
+        return bool(statuses[0] not in (BlockStatus.MISS, BlockStatus.CANCELLED))
 
     def _drop_places(self, places: NDArray[Any], rows: NDArray[np.bool_]) -> None:
         """Makes these rows absent, and gives back their pins."""

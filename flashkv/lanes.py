@@ -3,8 +3,8 @@
 Invariants
   - work of a lane starts in the order of its submission, but for gets of blocks that are still
     being written: they give way;
-  - memory in flight, the callers' own, is bounded: stores are refused before loads are, and a
-    single operation of a kind is never refused for its size.
+  - memory in flight, the callers' own as far as memory_bytes() can tell, is bounded: stores are
+    refused before loads are, and a single operation of a kind is never refused for its size.
 """
 
 from __future__ import annotations

@@ -147,9 +147,9 @@ READ_BUFFER_BYTES: Final = 64 * MIB
 """Bounce buffers of all reads: queue depth 64 times 1 MiB."""
 STAGING_BYTES: Final = 64 * MIB
 """Encoded records on their way to flash; a put waits or is BUSY beyond."""
-INFLIGHT_BYTES: Final = 4 * GIB
-"""Of callers' memory in tickets that aren't done: a second or two of a fast drive. Nothing is
-allocated for it; what waits behind more would come too late anyway."""
+INFLIGHT_BYTES: Final = 16 * GIB
+"""Of callers' memory in tickets that aren't done: the KV of a long prompt, seconds of a fast drive.
+Nothing is allocated for it; what waits behind more would come too late anyway."""
 INFLIGHT_BYTES_MAX: Final = 1 << 50
 """What the option may be raised to."""
 HEADER_CACHE_BYTES: Final = 64 * MIB
@@ -163,6 +163,8 @@ READ_GAP_BYTES: Final = 64 * KIB
 READ_AMPLIFICATION: Final = 1.25
 """... while pages read stay below this multiple of pages wanted."""
 WRITE_WAIT_MS: Final = 20
-"""A get of blocks whose write isn't over waits so long for it before others of its lane go on."""
+"""A get of blocks whose write isn't over waits so long before others of its lane go on ..."""
+WRITE_LOOK_MS: Final = 5
+"""... and is looked at again every so often."""
 BLOOM_BITS_PER_KEY: Final = 10
 """Optional filter in a segment's directory: about 1 % false positives."""

@@ -172,10 +172,10 @@ def memory_bytes(data: Any, count: int) -> int:
     Looks at no block, so that it costs the same however many there are.
     """
     if isinstance(data, Regions):
-        share = 1.0
-        if data.rows is not None and data.tensors and is_array(data.tensors[0]):
-            sizes = [data.tensors[0].shape[axis] for axis in data.row_axes]
-            share = np.size(data.rows) / max(1, math.prod(sizes))
+        try:
+            share = 1.0 if data.rows is None else _share_of_rows(data, count)
+        except (IndexError, AttributeError, TypeError):  # block_memory() says what is wrong
+            return 0
         return int(share * sum(memory_bytes(tensor, count) for tensor in data.tensors))
     if isinstance(data, (list, tuple)):
         return len(data) * memory_bytes(data[0], 1) if data else 0
@@ -183,6 +183,13 @@ def memory_bytes(data: Any, count: int) -> int:
     if isinstance(size, int):
         return size
     return len(data) if isinstance(data, (bytes, bytearray)) else 0
+
+
+def _share_of_rows(data: Regions, count: int) -> float:
+    """Of the rows of its tensors, those that are meant; of a list of rows: one a block."""
+    sizes = [data.tensors[0].shape[axis] for axis in data.row_axes]
+    rows = data.rows.size / len(sizes) if isinstance(data.rows, np.ndarray) else count
+    return float(rows / max(1, math.prod(sizes)))
 
 
 def token_counts(tokens: Any, count: int, block_tokens: int) -> NDArray[np.uint16]:

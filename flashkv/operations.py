@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
@@ -42,6 +43,20 @@ class _State(Enum):
     ENDED = 3
 
 
+@dataclass(frozen=True)
+class OperationHooks:
+    """What an operation tells its client.
+
+    over(ticket, error)  the ticket is done.
+    free(ticket)         it was done and held, and isn't held any more.
+    later(call)          makes a quick call in some milliseconds.
+    """
+
+    over: Callable[[Ticket, BaseException | None], None]
+    free: Callable[[Ticket], None]
+    later: Callable[[Callable[[], None]], None]
+
+
 class Operation:
     """Carries out one ticket."""
 
@@ -53,20 +68,16 @@ class Operation:
         lanes: Lanes,
         blocks: int | None,
         size: int,
-        over: Callable[[Ticket, BaseException | None], None],
-        free: Callable[[Ticket], None],
+        hooks: OperationHooks,
     ) -> None:
-        """blocks: of a get or put. size: bytes of its memory, as lanes counts them. over(ticket,
-        error): it is done. free(ticket): it was done and held, and isn't held any more.
-        """
+        """blocks: of a get or put. size: bytes of its memory, as lanes counts them."""
         self._ticket = ticket
         self._work: Work | None = work
         self._lane = lane
         self._lanes = lanes
         self._blocks = blocks
         self._size = size
-        self._over = over
-        self._free = free
+        self._hooks = hooks
         self._lock = threading.Lock()
         self._state = _State.QUEUED
         self._given_up: BlockStatus | None = None  # while it was starting
@@ -95,9 +106,15 @@ class Operation:
         if given_up is not None:
             self.give_up(given_up)
         elif outcome is AGAIN:
-            self._lanes.submit(self.run, self._lane)
+            self._hooks.later(self._queue_again)
         if outcome is not AGAIN:
             outcome.when_over(self._read_over)
+
+    def _queue_again(self) -> None:
+        try:
+            self._lanes.submit(self.run, self._lane)
+        except RuntimeError as error:  # the interpreter ends
+            self.fail(error)
 
     def _read_over(self) -> None:
         """Its read is over, and the memory the caller's."""
@@ -107,9 +124,10 @@ class Operation:
                 self._state = _State.ENDED
             pending, ticket = self._pending, self._ticket
         if not going:
-            if ticket.held:
+            if ticket.released is not None:
                 self._lanes.give(self._size, store=False)
-                self._free(ticket)
+                ticket.wait()  # who gave it up is about to say so
+                self._hooks.free(ticket)
             return
         assert pending is not None
         error = None
@@ -120,34 +138,51 @@ class Operation:
             error = _without_frames(caught)
         self._end(error)
 
+    def fail(self, error: BaseException) -> None:
+        """It can't be begun."""
+        with self._lock:
+            if self._state is not _State.QUEUED:
+                return
+            self._state = _State.ENDED
+        self._end(_without_frames(error), failed=True)
+
     def time_out(self) -> None:
         """Its deadline has come."""
-        self.give_up(BlockStatus.TIMED_OUT)
+        with self._lock:
+            over = self._state is _State.ENDED
+        if not over:
+            self.give_up(BlockStatus.TIMED_OUT)
 
     def give_up(self, status: BlockStatus) -> Release:
         """Ends it, its blocks having this status; see Ticket.cancel()."""
-        ticket, error = self._ticket, None
         with self._lock:
             state = self._state
             if state is _State.STARTING:
                 self._given_up = status
                 return Release.STILL_HELD
+            error = None
+            try:
+                if state is _State.QUEUED:
+                    error = self._never_begun(status)
+                elif state is _State.GOING:
+                    self._cut_off(status)
+            except BaseException as caught:  # noqa: BLE001  (the ticket carries it to its owner)
+                error = _without_frames(caught)
             self._state = _State.ENDED
-            if state is _State.QUEUED:
-                error = self._never_begun(status)
-            elif state is _State.GOING:
-                assert self._pending is not None
-                free = self._pending.give_up()
-                ticket.released = None if free else threading.Event()
-                try:
-                    ticket.result = self._pending.end().given_up(status, ticket.released)
-                except BaseException as caught:  # noqa: BLE001  (as above)
-                    error = _without_frames(caught)
         if state is _State.ENDED:
-            ticket.wait()  # whoever ends it copies to a GPU, at most
+            self._ticket.wait()  # whoever ends it copies to a GPU, at most
         else:
             self._end(error)
-        return Release.STILL_HELD if ticket.held else Release.RELEASED
+            if error is not None and not isinstance(error, Exception):
+                raise error  # Ctrl-C is the caller's too
+        return Release.STILL_HELD if self._ticket.held else Release.RELEASED
+
+    def _cut_off(self, status: BlockStatus) -> None:
+        """Gives its read up."""
+        assert self._pending is not None
+        if not self._pending.give_up():
+            self._ticket.released = threading.Event()
+        self._ticket.result = self._pending.end().given_up(status, self._ticket.released)
 
     def _never_begun(self, status: BlockStatus) -> BaseException | None:
         """What the ticket says: of a batch each block's status, else the error."""
@@ -171,10 +206,10 @@ class Operation:
         if failed and progress is not None:  # the get may not have come so far as to say so
             progress.fail()
             progress.end()
-        if not self._ticket.held:
+        if self._ticket.released is None:
             self._lanes.give(self._size, store=self._lane is Lane.WRITE)
         self._lanes.finished()
-        self._over(self._ticket, error)
+        self._hooks.over(self._ticket, error)
 
 
 def _without_frames(error: BaseException) -> BaseException:

@@ -72,7 +72,7 @@ class LayerProgress:
         settled = 0
         while settled <= layer:  # in slices: signals are heard between them
             left_ms = 1e3 * (end - time.monotonic())
-            slice_ms = SLICE_MS if left_ms >= SLICE_MS else max(math.ceil(left_ms), 0)
+            slice_ms = math.ceil(min(max(left_ms, 0), SLICE_MS))
             settled = int(lib.fkv_progress_wait(self.native, layer + 1, slice_ms))
             if left_ms <= 0:
                 break

@@ -10,6 +10,7 @@ Invariants
 from __future__ import annotations
 
 import heapq
+import logging
 import math
 import threading
 import time
@@ -24,8 +25,13 @@ from flashkv.blockio import BlockIO
 from flashkv.errors import ClosedError, begun
 from flashkv.native import ffi, lib, pointer
 
+logger = logging.getLogger(__name__)
 REAPED_AT_ONCE: Final = 64
 """Reads that one native call tells to be over."""
+PRUNE_AT: Final = 1024
+"""Times are looked through for those that nobody wants any more once there are so many."""
+WAIT_MS_MAX: Final = 1e9
+"""Of one native call."""
 
 
 class NativeRead:
@@ -86,13 +92,14 @@ class Reads:
         self._io = io
         self._lock = threading.Lock()
         self._reads: dict[int, NativeRead] = {}
-        self._times: list[tuple[float, int, Callable[[], None]]] = []
+        self._times: list[tuple[float, int, Callable[[], Callable[[], None] | None]]] = []
+        self._prune_at = PRUNE_AT
         self._next = 1
         self._thread: threading.Thread | None = None
         self._closing = False
 
     def begin(self, read: NativeRead) -> None:
-        """Begins a read; where this raises it is over. Raises ClosedError."""
+        """Begins a read; where this raises it is given up, or never began. Raises ClosedError."""
         tag = 0
         try:
             with self._lock:
@@ -102,15 +109,26 @@ class Reads:
             if not read.begin(self._io.engine, tag):
                 self._end(tag)
         except BaseException:
-            if not read.known:
+            if read.known:
+                read.give_up()
+            elif not read.over:
                 self._reads.pop(tag, None)
                 read.ended()
             raise
 
-    def at(self, when: float, call: Callable[[], None]) -> None:
-        """Makes a call at a time of time.monotonic(), or soon after. It must be quick."""
+    def at(self, when: float, call: Callable[[], Callable[[], None] | None]) -> None:
+        """Makes call()() at a time of time.monotonic(), or soon after; None: it is no more wanted.
+
+        It must wait for no device. What never comes isn't kept.
+        """
+        if when == math.inf:
+            return
         with self._lock:
             self._check()
+            if len(self._times) >= self._prune_at:
+                self._times = [entry for entry in self._times if entry[2]() is not None]
+                heapq.heapify(self._times)
+                self._prune_at = max(PRUNE_AT, 2 * len(self._times))
             self._next += 1
             heapq.heappush(self._times, (when, self._next, call))
             first = self._times[0][0] == when
@@ -123,10 +141,9 @@ class Reads:
             raise ClosedError("the store is closed")
         if self._thread is None:
             # Not for the interpreter to wait for: a store that was not closed may have reads.
-            self._thread = threading.Thread(
-                target=self._run, name=f"{THREAD_NAME}-reads", daemon=True
-            )
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=f"{THREAD_NAME}-reads", daemon=True)
+            thread.start()
+            self._thread = thread
 
     def __len__(self) -> int:
         """Reads that the device, or a worker, has."""
@@ -142,31 +159,47 @@ class Reads:
                 if self._closing and not self._reads:
                     return
                 when = self._times[0][0] if self._times else math.inf
-            left_ms = 1e3 * (when - time.monotonic())
-            wait_ms = -1 if when == math.inf else max(math.ceil(left_ms), 0)
+            left_ms = min(max(1e3 * (when - time.monotonic()), 0.0), WAIT_MS_MAX)
+            wait_ms = -1 if when == math.inf else math.ceil(left_ms)
             count = lib.fkv_read_reap(engine, native_tags, REAPED_AT_ONCE, wait_ms)
             for tag in tags[:count].tolist():
                 self._end(tag)
-            for call in self._due():
-                call()
+            self._keep_times()
 
     def _end(self, tag: int) -> None:
-        self._reads[tag].ended()
-        del self._reads[tag]
+        read = self._reads.get(tag)
+        if read is not None:
+            _told(read.ended)
+            self._reads.pop(tag, None)
 
-    def _due(self) -> list[Callable[[], None]]:
-        calls = []
-        with self._lock:
-            now = time.monotonic()
-            while self._times and self._times[0][0] <= now:
-                calls.append(heapq.heappop(self._times)[2])
-        return calls
+    def _keep_times(self) -> None:
+        while True:
+            with self._lock:
+                if not self._times or self._times[0][0] > time.monotonic():
+                    return
+                call = heapq.heappop(self._times)[2]()
+            if call is not None:
+                _told(call)
 
     def close(self) -> None:
         """Waits for all reads to be over, those that were given up too, and ends the thread."""
         with self._lock:
             self._closing = True
             thread, self._times = self._thread, []
-        if thread is not None:
-            lib.fkv_read_wake(self._io.engine)
-            thread.join()
+        interrupt: KeyboardInterrupt | None = None
+        while thread is not None and thread.is_alive():  # it uses what is taken away afterwards
+            try:
+                lib.fkv_read_wake(self._io.engine)
+                thread.join()
+            except KeyboardInterrupt as caught:  # noqa: PERF203
+                interrupt = caught
+        if interrupt is not None:
+            raise interrupt
+
+
+def _told(call: Callable[[], None]) -> None:
+    """What goes wrong in a call is told; the thread goes on, others wait for it."""
+    try:
+        call()
+    except Exception:
+        logger.exception("a read could not be ended as it should")

@@ -137,18 +137,20 @@ class SegmentReader:
         self, request: ReadRequest, digests: NDArray[np.uint8], wait_ms: float
     ) -> BegunRead | None:
         """The same, going on after the call; None where a write of some block isn't over within
-        wait_ms: nothing was done then, pins are the caller's still.
-
-        Pins are given back once the read is over, whatever becomes of this call otherwise.
+        wait_ms. Pins are given back once the read is over, or where there is none.
         """
-        found = request.places["record"] != NONE
-        if found.any():
-            sequences = request.places["sequence"][found]
+        pinned = request.places["segment"].copy()
+        sequences = request.places["sequence"][request.places["record"] != NONE]
+        try:
             if self._wait_written(sequences, wait_ms):
                 self._look_again(request, digests)
-            if self._is_unwritten(sequences):
-                return None
-        pinned = request.places["segment"].copy()
+            unwritten = self._is_unwritten(sequences)
+        except BaseException:
+            self._index.unpin(pinned)
+            raise
+        if unwritten:
+            self._index.unpin(pinned)
+            return None
         order, starts = self._to_read(request)
         begun = BegunRead(request, digests, order, None)
         if not len(order):

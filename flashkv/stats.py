@@ -43,7 +43,7 @@ class Counters:
     hit_bytes: int = 0
     missed_blocks: int = 0
     failed_reads: int = 0
-    given_up_blocks: int = 0  # of gets: timed out or cancelled
+    given_up_blocks: int = 0  # of gets that had begun: timed out, cancelled
     deleted_blocks: int = 0
     lookups: int = 0
 

@@ -9,6 +9,7 @@ Invariants
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from enum import Enum, IntEnum
 from typing import Any
@@ -117,10 +118,11 @@ class Ticket:
 
     def wait_released(self, timeout_ms: float | None = None) -> bool:
         """Waits until the ticket is done and its memory the caller's; False: the time ran out."""
+        end = None if timeout_ms is None else time.monotonic() + timeout_ms / 1000
         if not self.wait(timeout_ms):
             return False
-        seconds = None if timeout_ms is None else timeout_ms / 1000
-        return self.released is None or self.released.wait(seconds)
+        left = None if end is None else min(max(end - time.monotonic(), 0), threading.TIMEOUT_MAX)
+        return self.released is None or self.released.wait(left)
 
     def __repr__(self) -> str:
         state = f"error {self.error!r}" if self.error else self.milestone.name.lower()

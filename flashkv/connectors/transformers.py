@@ -22,14 +22,16 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
 from flashkv.connectors.engines import engine_imports
-from flashkv.errors import BatchResult, GeometryError, MemoryViewError
+from flashkv.errors import BatchResult, BusyError, GeometryError, MemoryViewError
 
 with engine_imports("transformers"):
     import torch
@@ -40,6 +42,7 @@ from flashkv.connectors.transformers_layers import (
     UnsupportedModelError,
     check_layers,
     new_cache,
+    patiently,
 )
 from flashkv.connectors.transformers_model import (
     checkpoint_identity,
@@ -198,7 +201,8 @@ class PrefixCache:
             if not columns:
                 return self.new_cache(), 0
             if not wait:
-                return self._arriving(rows, columns, leases), columns
+                with suppress(BusyError):  # others load too much at once: then as if it waited
+                    return self._arriving(rows, columns, leases), columns
             return self._read(rows, columns)
         finally:
             if wait:
@@ -254,18 +258,21 @@ class PrefixCache:
         spans = self._chains.until(rows, columns)
         client = self._client()
 
+        begun: list[Ticket] = []
+
         def submit(layers: range) -> list[Ticket]:
             part = tensors[2 * layers.start : 2 * layers.stop]
-            return [
-                client.submit_get(
+            for span in spans:
+                get = partial(
+                    client.submit_get,
                     self.namespace,
                     span.keys,
                     regions(part, span),
                     layers=list(layers),
                     **read_options(span),
                 )
-                for span in spans
-            ]
+                begun.append(patiently(get, begun))
+            return begun[-len(spans) :]
 
         cache = self.new_cache()
         arrivals = Arrivals(client, len(cache.layers), leases, submit)
@@ -312,10 +319,10 @@ class PrefixCache:
 
         def store() -> None:
             tensors = self._checked_tensors(cache)
-            puts.extend(
-                client.submit_put(self.namespace, **self._chains.put(tensors, span))
-                for span in self._chains.whole(rows, ids.shape[1], restored)
-            )
+            for span in self._chains.whole(rows, ids.shape[1], restored):
+                put = partial(client.submit_put, self.namespace, **self._chains.put(tensors, span))
+                with suppress(BusyError):  # others store too much at once: this isn't kept
+                    puts.append(patiently(put, puts))
 
         last.after_update = store
         try:

@@ -11,10 +11,11 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from flashkv.connectors.engines import engine_imports
-from flashkv.errors import FlashKVError, IdentityError
+from flashkv.errors import BusyError, FlashKVError, IdentityError
 
 with engine_imports("transformers"):
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
@@ -148,6 +149,18 @@ def reads_of(layers: int) -> list[range]:
             count = min(2 * count, LAYERS_A_READ)
         first = reads[-1].stop
     return reads
+
+
+def patiently(submit: Callable[[], Ticket], earlier: Sequence[Ticket]) -> Ticket:
+    """Submits; where too much is in flight, once tickets of the same caller are done.
+
+    Raises BusyError where none of them is to be waited for.
+    """
+    for ticket in tuple(earlier):
+        with suppress(BusyError):
+            return submit()
+        ticket.wait()
+    return submit()
 
 
 class Arrivals:

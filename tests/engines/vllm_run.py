@@ -90,23 +90,31 @@ class Steps:
         import numpy as np
 
         from flashkv.errors import BatchResult, BlockStatus
+        from flashkv.getting import PendingGet
         from flashkv.namespace import Namespace
 
-        original, left = Namespace.get, [step.get("times", 1)]
+        ask, end, left = Namespace.ask, PendingGet.end, [step.get("times", 1)]
+        failing: list[Any] = []
 
-        def get(self: Any, keys: Any, out: Any, **options: Any) -> Any:
+        def asked(self: Any, keys: Any, out: Any, options: Any) -> Any:
             if left[0] <= 0:
-                return original(self, keys, out, **options)
+                return ask(self, keys, out, options)
             left[0] -= 1
             keys = np.array(keys)
-            rows = [row for row in step["rows"] if row < len(keys)]
-            keys[rows] ^= 0xFF  # keys of nothing
-            result = original(self, keys, out, **options)
+            keys[[row for row in step["rows"] if row < len(keys)]] ^= 0xFF  # keys of nothing
+            failing.append(ask(self, keys, out, options))
+            return failing[-1]
+
+        def ended(self: Any) -> Any:
+            result = end(self)
+            if not any(self._asked is one for one in failing):
+                return result
             statuses = result.statuses.copy()
-            statuses[rows] = BlockStatus.IO_ERROR
+            statuses[[row for row in step["rows"] if row < len(statuses)]] = BlockStatus.IO_ERROR
             return BatchResult(statuses)
 
-        Namespace.get = get  # type: ignore[method-assign]
+        Namespace.ask = asked  # type: ignore[method-assign]
+        PendingGet.end = ended  # type: ignore[method-assign]
         return {}
 
     def damage(self, _: dict[str, Any]) -> dict[str, Any]:

@@ -4,10 +4,12 @@ what is OK is right, memory is the device's no longer than it is said to be, and
 
 from __future__ import annotations
 
+import gc
 import random
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ from flashkv import (
     Client,
     KVGeometry,
     LayerProgress,
+    MemoryViewError,
     Milestone,
     Namespace,
     Release,
@@ -35,7 +38,9 @@ from flashkv import (
     Ticket,
     TimedOutError,
 )
+from flashkv.getting import PendingGet
 from flashkv.native import aligned_array, lib
+from flashkv.operations import Operation, _State
 
 MIB = 1 << 20
 LONG_MS = 30_000
@@ -133,6 +138,12 @@ def until(true: Callable[[], object], what: str) -> None:
         time.sleep(0.001)
 
 
+def going(ticket: Ticket) -> None:
+    """Returns once it isn't the lane's any more: what is cancelled before is so a little later."""
+    operation = ticket.give_up.__self__  # type: ignore[union-attr]
+    until(lambda: operation._state is _State.GOING, "it goes on by itself")
+
+
 def hang(it: Given, *, first: int = 1, count: int = 1, kind: int = READ) -> None:
     it.device.reset()
     it.device.fault(kind, HANG, first=first, count=count)
@@ -180,6 +191,46 @@ def test_a_deadline_that_is_far_changes_nothing() -> None:
             assert result.all_ok
             assert result.held is None
             it.check(result, memory)
+
+
+@pytest.mark.parametrize("deadline_ms", [1e19, 1e300, float("inf")])
+def test_a_far_deadline_of_a_ticket_stops_no_other(deadline_ms: float) -> None:
+    with given() as it, it.client() as client:
+        tickets = [
+            client.submit_get(it.space, KEYS, it.memory(), deadline_ms=at)
+            for at in (deadline_ms, LONG_MS, deadline_ms)
+        ]
+        assert all(ticket.wait(LONG_MS) and ticket.result.all_ok for ticket in tickets)
+        late = client.submit_get(it.space, KEYS, it.memory(), deadline_ms=float("-inf"))
+        assert late.wait(LONG_MS)
+
+
+def test_a_deadline_keeps_nothing_alive() -> None:
+    with given() as it, it.client() as client:
+        memory = it.memory()
+        ticket = client.submit_get(it.space, KEYS, memory, deadline_ms=1e6)
+        assert ticket.wait(LONG_MS)
+        client.drain()
+        gone = weakref.ref(ticket)
+        del ticket
+        until(lambda: gc.collect() >= 0 and gone() is None, "the ticket is gone")
+
+
+def test_a_deadline_of_memory_that_is_too_small() -> None:
+    """To say so the record's length must be proved, and the device hangs."""
+    with given("lossless") as it, it.client() as client:
+        it.device.fault(READ, HANG, count=ALWAYS)
+        small = it.shaped(it.memory())[:, :, :, :, : TOKENS // 2]
+        began = time.monotonic()
+        result = it.space.get(KEYS[:1], small[:1], deadline_ms=SHORT_MS)
+        assert list(result) == [BlockStatus.MISS]
+        tickets = [client.submit_get(it.space, KEYS[:1], small[:1]) for _ in range(3)]
+        assert all(ticket.wait(LONG_MS) for ticket in tickets)
+        assert time.monotonic() - began < LONG_MS / 1e3
+        it.device.reset()
+        it.device.release()
+        with pytest.raises(MemoryViewError, match="doesn't fit"):
+            it.space.get(KEYS[:1], small[:1], deadline_ms=LONG_MS)
 
 
 def test_a_deadline_that_is_over_reads_nothing_and_says_so() -> None:
@@ -240,6 +291,7 @@ def test_cancelling_what_flies() -> None:
         ticket = client.submit_get(it.space, KEYS, memory)
         until(lambda: it.device.hanging() and it.device.calls(READ) == BLOCKS, "it hangs")
         until(lambda: it.store.io.counters()["inflight"] == 1, "the others have come")
+        going(ticket)
         assert ticket.cancel() is Release.STILL_HELD
         assert ticket.done
         assert ticket.held
@@ -257,12 +309,72 @@ def test_cancelling_what_flies() -> None:
         assert client.drain_released() == client.drain() == []
 
 
+def test_what_was_never_issued_is_released_at_once() -> None:
+    with given(depth=2) as it, it.client() as client:
+        it.device.fault(READ, HANG, count=ALWAYS)
+        stuck = client.submit_get(it.space, KEYS, it.memory())
+        until(lambda: it.device.hanging() == 2, "the device is full")
+        memory = it.memory()
+        ticket = client.submit_get(it.space, KEYS, memory)
+        until(lambda: len(it.store.reads) == 2, "it has begun")
+        until(lambda: it.store.io.counters()["inflight"] == 2 * BLOCKS, "it waits")
+        going(ticket)
+        going(stuck)
+        assert ticket.cancel() is Release.RELEASED
+        assert stuck.cancel() is Release.STILL_HELD
+
+
+def test_ctrl_c_in_cancel(monkeypatch: pytest.MonkeyPatch) -> None:
+    with given() as it, it.client() as client:
+        hang(it, count=ALWAYS)
+        ticket = client.submit_get(it.space, KEYS, it.memory(), deadline_ms=LONG_MS)
+        until(lambda: it.device.hanging() > 0, "it hangs")
+        going(ticket)
+        give_up = PendingGet.give_up
+
+        def cut(self: PendingGet) -> bool:
+            give_up(self)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(PendingGet, "give_up", cut)
+            with pytest.raises(KeyboardInterrupt):
+                ticket.cancel()
+        assert ticket.done
+        assert isinstance(ticket.error, KeyboardInterrupt)
+        other = client.submit_get(it.space, KEYS, it.memory(), deadline_ms=SHORT_MS)
+        assert other.wait(LONG_MS)
+
+
+def test_the_device_answers_while_a_get_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes are given back once, and it is released after it was done."""
+    with given() as it, it.client() as client:
+        hang(it, count=ALWAYS)
+        ticket = client.submit_get(it.space, KEYS, it.memory())
+        until(lambda: it.device.hanging() == BLOCKS, "it hangs")
+        going(ticket)
+        end = Operation._end
+
+        def slow(self: Operation, *arguments: Any, **options: Any) -> None:
+            it.device.release()
+            time.sleep(0.1)  # the device answers, and the thread of reads looks at it
+            end(self, *arguments, **options)
+
+        monkeypatch.setattr(Operation, "_end", slow)
+        ticket.cancel()
+        assert client.drain() == [ticket]
+        assert ticket.wait_released(LONG_MS)
+        until(lambda: client.drain_released() == [ticket], "it is told")
+        assert it.store.stats().inflight_bytes == 0
+
+
 def test_cancelling_a_bounced_get_gives_the_memory_back_at_once() -> None:
     with given() as it, it.client() as client:
         hang(it, count=ALWAYS)
         memory = it.memory()
         ticket = client.submit_get(it.space, KEYS, memory, bounce=True)
         until(lambda: it.device.hanging() > 0, "it hangs")
+        going(ticket)
         assert ticket.cancel() is Release.RELEASED
         assert set(ticket.result) == {BlockStatus.CANCELLED}
         memory[:] = 7
@@ -341,6 +453,7 @@ def test_layers_before_the_one_that_was_given_up_are_in_place() -> None:
         ticket = client.submit_get(it.space, KEYS, it.shaped(memory), layerwise=True)
         until(lambda: it.device.hanging() and it.store.io.counters()["inflight"] ==
               it.device.hanging(), "all that can come has come")  # fmt: skip
+        going(ticket)
         ticket.cancel()
         assert ticket.done
         failed = ticket.result.failed_layers

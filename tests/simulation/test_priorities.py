@@ -9,7 +9,7 @@ import pytest
 from simulation.device import ALWAYS, HANG, READ, SLOW, WRITE
 from simulation.test_giving_up import BLOCKS, KEYS, LONG_MS, given, until
 
-from flashkv import Options, OptionsError
+from flashkv import OptionsError
 from flashkv.blockio import WRITE_DTYPE
 from flashkv.native import address, aligned_array
 
@@ -111,6 +111,29 @@ def test_background_is_not_starved() -> None:
             landed += len(it.store.io.write_reap(4, LONG_MS))
 
 
+@pytest.mark.parametrize("busy", [False, True])
+def test_background_that_hangs_beside_realtime_reads_stops_no_background(busy: bool) -> None:
+    """Two hang; others follow once no realtime read is about, or after some of them."""
+    with given(depth=16) as it, it.client() as client:
+        it.device.fault(READ, HANG, count=2)
+        it.device.fault(READ, SLOW, count=ALWAYS, amount=500)
+        stuck = [
+            client.submit_get(it.space, KEYS[row : row + 1], it.memory(1), priority="background")
+            for row in range(2)
+        ]
+        until(lambda: it.device.hanging() == 2, "two hang")
+        assert it.space.get(KEYS[:1], it.memory(1)).all_ok  # a realtime read was about just now
+        other = client.submit_get(it.space, KEYS[2:], it.memory(6), priority="background")
+        end = time.monotonic() + LONG_MS / 1e3
+        while busy and not other.done and time.monotonic() < end:
+            assert it.space.get(KEYS[:1], it.memory(1)).all_ok
+        assert other.wait(LONG_MS)
+        assert other.result.all_ok
+        assert not any(ticket.done for ticket in stuck)
+        it.device.release()
+        assert all(ticket.wait(LONG_MS) and ticket.result.all_ok for ticket in stuck)
+
+
 def test_a_priority_that_is_none() -> None:
     with given() as it, it.client() as client:
         with pytest.raises(OptionsError, match="priority must be realtime or background"):
@@ -119,7 +142,7 @@ def test_a_priority_that_is_none() -> None:
             client.submit_get(it.space, KEYS, it.memory(), priority=1)
         with pytest.raises(OptionsError, match="bounce must be True or False"):
             it.space.get(KEYS, it.memory(), bounce=1)  # type: ignore[arg-type]
-        for wrong in ("soon", float("nan"), [1]):
+        for wrong in ("soon", "100", True, float("nan"), [1]):
             with pytest.raises(OptionsError, match="deadline_ms must be a number"):
                 it.space.get(KEYS, it.memory(), deadline_ms=wrong)  # type: ignore[arg-type]
             with pytest.raises(OptionsError, match="deadline_ms"):
@@ -127,4 +150,3 @@ def test_a_priority_that_is_none() -> None:
         with pytest.raises(TypeError):
             client.submit_get(it.space, KEYS, it.memory(), prioritty="realtime")
         assert client.open_tickets == 0
-        assert Options().inflight_bytes == 4 << 30

@@ -94,6 +94,7 @@ def test_a_client_of_a_closed_store(store_path: Path) -> None:
         (list(blocks(3)), 3, 3 * BLOCK),
         (Regions([blocks(10)], rows=np.array([1, 2])), 2, 2 * BLOCK),
         (Regions([blocks(10), blocks(10)], rows=np.array([[1, 2], [4, 5]])), 2, 8 * BLOCK),
+        (Regions([np.zeros((2, 5, BLOCK))], [[1, 2], [0, 4]], (0, 1)), 2, 2 * 8 * BLOCK),
         (bytes(100), 1, 100),
         (memoryview(bytes(100)), 1, 100),
         ([], 0, 0),

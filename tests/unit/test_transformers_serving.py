@@ -4,9 +4,12 @@ batches with padding, sliding windows, what is lost on the way, identities that 
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
+from flashkv import Options
 from flashkv.errors import IdentityError, MemoryViewError
 
 torch = pytest.importorskip("torch")
@@ -90,6 +93,30 @@ def test_a_longer_prompt_stores_its_tail_with_its_parents(tmp_path, model, promp
         assert prefix.prefill(prompt).restored == BLOCKS * BLOCK_TOKENS
 
 
+@pytest.mark.parametrize("others", [False, True])
+def test_a_bound_on_bytes_in_flight_stops_nobody(tmp_path, model, prompt, others):
+    """One transfer at a time fits; of the other's that go on meanwhile, none does."""
+    gate, tight = threading.Event(), Options(inflight_bytes=1)
+    with open_store(tmp_path / "store", model, options=tight) as store, store.client() as client:
+        prefix = PrefixCache(store, model)
+        alone = prefix.prefill(torch.cat([prompt, prompt]))
+        assert alone.saved.failed == 0
+        if others:
+            for write in (True, False, False):
+                client.submit("block", gate.wait, write=write)
+            memory = np.zeros((1, 1 << 20), np.uint8)
+            client.submit_get(prefix.namespace, [b"any"], memory)
+            client.submit_put(prefix.namespace, [b"any"], memory)
+            threading.Timer(0.5, gate.set).start()
+        again = prefix.prefill(torch.cat([prompt, prompt]))
+        assert again.restored == BLOCKS * BLOCK_TOKENS
+        assert torch.equal(
+            again.output.logits[:, -1].argmax(-1), alone.output.logits[:, -1].argmax(-1)
+        )
+        assert store.stats().busy_gets > 0
+        gate.set()
+
+
 def test_generate_goes_on_from_a_prefilled_cache(tmp_path, model, prompt):
     with open_store(tmp_path / "store", model) as store:
         prefix = PrefixCache(store, model)
@@ -109,13 +136,13 @@ def test_nobody_sees_a_layer_before_it_is_there(tmp_path, model, prompt, monkeyp
         prefix = PrefixCache(store, model)
         whole = prefix.prefill(prompt).cache
         may_go = threading.Event()
-        get = prefix.namespace.get
+        ask = prefix.namespace.ask
 
-        def slow(*arguments, **options):
+        def slow(*arguments):
             may_go.wait(20)
-            return get(*arguments, **options)
+            return ask(*arguments)
 
-        monkeypatch.setattr(prefix.namespace, "get", slow)
+        monkeypatch.setattr(prefix.namespace, "ask", slow)
         cache, restored = prefix.restore(prompt, wait=False)
         assert cache.get_seq_length() == restored  # without waiting
         seen = []
@@ -130,15 +157,15 @@ def test_nobody_sees_a_layer_before_it_is_there(tmp_path, model, prompt, monkeyp
 
 def lose(store, prefix, prompt, monkeypatch, layer):
     """Reads of that layer fail from now on."""
-    get = prefix.namespace.get
+    ask = prefix.namespace.ask
 
-    def failing(keys, out, *, layers=None, **options):
-        result = get(keys, out, layers=layers, **options)
-        if layers is not None and layer in layers:
-            result.statuses[len(result) // 2] = 1  # MISS
-        return result
+    def failing(keys, out, options):
+        keys = np.array(keys)
+        if options.layers is not None and layer in options.layers:
+            keys[len(keys) // 2] ^= 0xFF  # a key of nothing
+        return ask(keys, out, options)
 
-    monkeypatch.setattr(prefix.namespace, "get", failing)
+    monkeypatch.setattr(prefix.namespace, "ask", failing)
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])

@@ -18,7 +18,7 @@ import pytest
 from small_stores import IDENTITY
 
 import flashkv
-from flashkv import BatchResult, MemoryViewError, OptionsError
+from flashkv import BatchResult, BlockStatus, MemoryViewError, OptionsError
 from flashkv.connectors import vllm_worker
 from flashkv.connectors.shared_store import SharedStore, StoreSettings
 from flashkv.connectors.vllm_model import (
@@ -33,7 +33,7 @@ from flashkv.connectors.vllm_ranks import Ranks, SnapshotLookup
 from flashkv.connectors.vllm_scheduler import SchedulerSide, StoreLookup, salt_of
 from flashkv.connectors.vllm_setup import Setup
 from flashkv.connectors.vllm_worker import WorkerSide
-from flashkv.errors import BlockStatus
+from flashkv.getting import PendingGet
 
 torch = pytest.importorskip("torch")
 
@@ -436,17 +436,20 @@ def test_requests_that_no_key_describes(shared: SharedStore) -> None:
 
 def unread(monkeypatch: pytest.MonkeyPatch, engine: Engine, *rows: int) -> None:
     """Gets leave these rows unread."""
-    original = type(engine.namespace).get
+    ask, end = type(engine.namespace).ask, PendingGet.end
 
-    def get(self: Any, keys: Any, out: Any, **options: Any) -> BatchResult:
+    def asked(self: Any, keys: Any, out: Any, options: Any) -> Any:
         keys = np.array(keys)
-        chosen = [row for row in rows if row < len(keys)]
-        keys[chosen] ^= 0xFF
-        statuses = original(self, keys, out, **options).statuses.copy()
-        statuses[chosen] = BlockStatus.IO_ERROR
+        keys[[row for row in rows if row < len(keys)]] ^= 0xFF  # keys of nothing
+        return ask(self, keys, out, options)
+
+    def ended(self: Any) -> BatchResult:
+        statuses = end(self).statuses.copy()
+        statuses[[row for row in rows if row < len(statuses)]] = BlockStatus.IO_ERROR
         return BatchResult(statuses)
 
-    monkeypatch.setattr(type(engine.namespace), "get", get)
+    monkeypatch.setattr(type(engine.namespace), "ask", asked)
+    monkeypatch.setattr(PendingGet, "end", ended)
 
 
 @pytest.mark.parametrize("between", [False, True])
