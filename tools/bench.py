@@ -30,7 +30,7 @@ from rich.progress import (
 )
 
 import flashkv
-from flashkv.options import BACKENDS, parse_bytes
+from flashkv.options import BACKENDS, CODECS, parse_bytes
 
 from .bench_codec import run_codec
 from .bench_io import (
@@ -214,6 +214,13 @@ def ttft_command(
     engine_dtype: Annotated[
         str, typer.Option(help="To compute in and of the cache, in the other engines.")
     ] = "float32",
+    codec: Annotated[
+        str | None,
+        typer.Option(
+            help="Of flashkv in the other engines. [raw for float32, which gains little, else"
+            " lossless]"
+        ),
+    ] = None,
     break_even: Annotated[bool, typer.Option(help="Measure break-even speeds too.")] = True,
     path: Folder = Path(),
     backend: Backend = "auto",
@@ -230,6 +237,8 @@ def ttft_command(
             fail(f"--engine is {name!r}, must be one of {', '.join(ALL)}")
     if engine_dtype not in ENGINE_DTYPES:
         fail(f"--engine-dtype is {engine_dtype!r}, must be one of {', '.join(ENGINE_DTYPES)}")
+    if codec is not None and codec not in CODECS:
+        fail(f"--codec is {codec!r}, must be one of {', '.join(CODECS)}")
     settings = TtftSettings(
         path=path,
         model=model,
@@ -243,6 +252,7 @@ def ttft_command(
         engines=tuple(engine or ALL),
         environments=engines or (ENGINES_FOLDER if ENGINES_FOLDER.is_dir() else None),
         engine_dtype=engine_dtype,
+        codec=codec,
     )
     for name, reason in settings.left_out().items():
         console.print(f"left out: {name}: {reason}", highlight=False, markup=False)

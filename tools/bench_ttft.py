@@ -46,6 +46,7 @@ class TtftSettings:
     passes        of each restored source.
     dtype         to compute in, kv_dtype: of the cache, in transformers; engine_dtype: both, in the
                   other engines.
+    codec         of flashkv in the other engines; None: see engine_codec.
     engines       which to measure, of ALL; environments: folder with an environment of each.
     """
 
@@ -61,6 +62,12 @@ class TtftSettings:
     engines: tuple[str, ...] = ALL
     environments: Path | None = None
     engine_dtype: str = "float32"
+    codec: str | None = None
+
+    @property
+    def engine_codec(self) -> str:
+        """Of flashkv in the other engines: as docs/codecs.md advises, or as asked for."""
+        return self.codec or ("raw" if self.engine_dtype == "float32" else "lossless")
 
     def left_out(self) -> dict[str, str]:
         """Engines that are not measured, and why."""
@@ -182,6 +189,7 @@ def _add_engines(
         dtype=settings.engine_dtype,
         bytes_per_token=described["bytes_per_token"],
         environments=settings.environments.resolve(),  # links and processes lie elsewhere
+        codec=settings.engine_codec,
         on_device=figures["machine"]["file_system"].get("type") not in IN_MEMORY,
     )
     for name in names:

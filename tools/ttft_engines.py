@@ -45,6 +45,7 @@ class EngineSettings:
     text         token ids that prompts are made of.
     tokens       lengths; a prompt is TAIL tokens shorter, so that each source restores the same.
     environments folder with an environment of each engine.
+    codec        of flashkv, where it knows the vectors; empty: the connectors' default.
     on_device    whether `folder` lies on a device: reading from it can then be seen.
     """
 
@@ -58,6 +59,7 @@ class EngineSettings:
     bytes_per_token: int
     environments: Path
     on_device: bool = True
+    codec: str = ""
 
     def prompts(self) -> dict[str, list[int]]:
         """By their names: the lengths that were asked for."""
@@ -105,6 +107,7 @@ def _facts(
     return {
         "version": one["version"],
         "dtype": one["dtype"],
+        "codec": settings.codec,
         "kv_bytes_per_token": settings.bytes_per_token,
         "threads": settings.threads,
         "prompt_tokens": {name: len(ids) for name, ids in settings.prompts().items()},
@@ -153,7 +156,7 @@ def _sides(name: str, engine: Engine, settings: EngineSettings) -> Iterator[dict
             session = Session(
                 f"{name}, {side}",
                 [str(python), "-m", f"flashkv.tools.{engine.worker}", str(file)],
-                variables(engine, links, settings.threads),
+                variables(engine, links, settings.threads, settings.codec),
             )
             sides[side] = _Side(session, kept)
         yield sides

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import flashkv
+from flashkv.options import ENV_CODEC
 
 TOOLS: Final = Path(__file__).resolve().parent
 STANDINS: Final = TOOLS.parent / "tests" / "engines"
@@ -134,8 +135,8 @@ def worker_settings(engine: Engine, environments: Path, links: Path) -> dict[str
     return given
 
 
-def variables(engine: Engine, links: Path, threads: int) -> dict[str, str]:
-    """Of the environment of an engine's processes."""
+def variables(engine: Engine, links: Path, threads: int, codec: str = "") -> dict[str, str]:
+    """Of the environment of an engine's processes. codec: flashkv's, whatever they ask for."""
     stand_ins = [str((STANDINS / name).resolve()) for name in engine.stand_ins]
     return {
         "PYTHONPATH": os.pathsep.join((str(links), *stand_ins)),
@@ -147,5 +148,6 @@ def variables(engine: Engine, links: Path, threads: int) -> dict[str, str]:
         "SGLANG_CPU_OMP_THREADS_BIND": f"0-{threads - 1}" if threads > 1 else "0",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        **({ENV_CODEC: codec} if codec else {}),
         **engine.variables,
     }
