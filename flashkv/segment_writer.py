@@ -10,7 +10,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -94,6 +94,7 @@ class SegmentWriter:
             durable_sequence=next_sequence - 1,
             bloom=bloom,
         )
+        space.before_freeing = self._supersede_durably
         self._open: Segment | None = next(iter(segments.in_state(SegmentState.OPEN)), None)
         self._looked: Segment | None = None  # the open segment, once its successor was seen to
         self._lost_since_flush = 0
@@ -301,6 +302,15 @@ class SegmentWriter:
         """Blocks that a read found damaged. From any thread; waits for no put."""
         with self.flights.lock:
             self._ready.append(kill_rows(dropped))
+
+    def _supersede_durably(self, segments: Collection[int]) -> None:
+        """Before these segments are freed: what superseded blocks of theirs is made durable, or a
+        power cut could leave neither.
+        """
+        durable = self.sealer.durable_sequence
+        pending = [rows["segment"] for cause, rows in self._kills if cause > durable]
+        if pending and np.isin(np.concatenate(pending), list(segments)).any():
+            self._make_durable()
 
     def take_kills(self) -> NDArray[Any]:
         """Queued kills whose cause is durable, or that have none; older versions come first."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -75,6 +75,8 @@ class Space:
         self._io = io
         self._clock_ms = clock_ms
         self._unless_leased = unless_leased
+        self.before_freeing: Callable[[Collection[int]], None] = lambda _: None
+        """Called with numbers of segments that are about to be freed; the writer's."""
         self._making: int | None = None  # see next_number
         self._made: Later[None] | None = None
 
@@ -285,6 +287,7 @@ class Space:
                     freed.append(segment.number)
         finally:  # an interrupt too: what left the index must not come back
             if dropped:
+                self.before_freeing(dropped)
                 self._manifest.segments_freed(dropped, kills())
         self.evicted_segments += len(freed)
         for number in freed:

@@ -17,13 +17,13 @@ from flashkv.tickets import Ticket
 
 def test_drain_has_what_was_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that finishes a ticket is held up right after those who wait have been told."""
-    finish = Ticket._finish
+    finish = Ticket.finish
 
     def slow(ticket: Ticket, error: BaseException | None) -> None:
         finish(ticket, error)
         time.sleep(0.05)
 
-    monkeypatch.setattr(Ticket, "_finish", slow)
+    monkeypatch.setattr(Ticket, "finish", slow)
     with make(folder) as store, store.client() as client:
         namespace = store.namespace(IDENTITY)
         keys, blocks = names(1), payload(1, 1)
