@@ -327,7 +327,7 @@ static void reading_free(fkv_reading *reading)
 }
 
 /* Frees what a batch of reads has; nobody uses it any more. */
-static void job_free(fkv_read_job *job)
+void fkv_read_free(fkv_read_job *job)
 {
     for (uint64_t i = 0; i < job->batch->record_count; i++) reading_free(&job->readings[i]);
     pthread_cond_destroy(&job->done);
@@ -388,8 +388,6 @@ int fkv_read_start(fkv_engine *engine, const fkv_read_batch *batch, uint64_t tag
     return FKV_OK;
 }
 
-void fkv_read_free(fkv_read_job *job) { job_free(job); }
-
 void fkv_read(fkv_engine *engine, const fkv_read_batch *batch)
 {
     fkv_read_job *job = job_new(engine, batch, 0);
@@ -398,5 +396,5 @@ void fkv_read(fkv_engine *engine, const fkv_read_batch *batch)
     pthread_mutex_lock(&job->lock);
     while (job->open_records) pthread_cond_wait(&job->done, &job->lock);
     pthread_mutex_unlock(&job->lock);
-    job_free(job);
+    fkv_read_free(job);
 }

@@ -184,17 +184,20 @@ class Operation:
             self._ticket.released = threading.Event()
         self._ticket.result = self._pending.end().given_up(status, self._ticket.released)
 
+    def _end_layers(self) -> None:
+        """Of a get that brings none."""
+        if self._ticket.progress is not None:
+            self._ticket.progress.fail()
+            self._ticket.progress.end()
+
     def _never_begun(self, status: BlockStatus) -> BaseException | None:
         """What the ticket says: of a batch each block's status, else the error."""
-        progress = self._ticket.progress
-        if progress is not None:
-            progress.fail()
-            progress.end()
+        self._end_layers()
         if self._blocks is None:
             kind = TimedOutError if status is BlockStatus.TIMED_OUT else CancelledError
             return kind(f"the {self._ticket.kind} was given up before it began")
         statuses = np.full(self._blocks, status, np.uint8)
-        failed = None if progress is None else np.zeros(self._blocks, np.int32)
+        failed = None if self._ticket.progress is None else np.zeros(self._blocks, np.int32)
         self._ticket.result = BatchResult(statuses, failed)
         return None
 
@@ -202,10 +205,8 @@ class Operation:
         with self._lock:
             self._state = _State.ENDED
             self._work = self._pending = None
-        progress = self._ticket.progress
-        if failed and progress is not None:  # the get may not have come so far as to say so
-            progress.fail()
-            progress.end()
+        if failed:  # the get may not have come so far as to say so
+            self._end_layers()
         if self._ticket.released is None:
             self._lanes.give(self._size, store=self._lane is Lane.WRITE)
         self._lanes.finished()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final
 
-from flashkv import limits
+from flashkv import checks, limits
 from flashkv.errors import OptionsError
 from flashkv.profiles import BOUNDED_LEVELS, Profile
 
@@ -136,8 +136,7 @@ class Options:
         self._check_watermarks()
         object.__setattr__(self, "growth", _checked_growth(self.growth))
         for name in ("bloom", "direct_io"):
-            if not isinstance(getattr(self, name), bool):
-                raise OptionsError(f"{name} must be True or False", value=repr(getattr(self, name)))
+            checks.flag(OptionsError, name, getattr(self, name))
 
     def _check_sizes(self) -> None:
         pool = (limits.BUFFER_BYTES_MIN, limits.BUFFER_BYTES_MAX)

@@ -142,9 +142,10 @@ class SegmentReader:
         pinned = request.places["segment"].copy()
         sequences = request.places["sequence"][request.places["record"] != NONE]
         try:
+            unwritten = False
             if self._wait_written(sequences, wait_ms):
                 self._look_again(request, digests)
-            unwritten = self._is_unwritten(sequences)
+                unwritten = self._is_unwritten(sequences)
         except BaseException:
             self._index.unpin(pinned)
             raise

@@ -422,16 +422,7 @@ class Store:
             if self._lock is not None:
                 ending.callback(self._lock.release)
                 self._lock = None
-            for name in (
-                "manifest",
-                "segments",
-                "staging",
-                "io",
-                "space",
-                "writer",
-                "leases",
-                "reads",
-            ):
+            for name in _PARTS:
                 part = getattr(self, name, None)
                 if part is not None:
                     ending.callback(part.close)
